@@ -41,7 +41,7 @@ def open_dataset(recipe: Recipe, source: Path) -> Dataset:
         source: Directory from `prepare_source`.
 
     Raises:
-        InputError: The data set or the tokenizer is unavailable.
+        InputError: The dataset or the tokenizer is unavailable.
         EnvironmentProblem: The package `datasets` is missing.
         UsageError: The data does not fit the model.
         UnsupportedError: The model is an encoder-decoder.

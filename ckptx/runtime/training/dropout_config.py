@@ -16,8 +16,8 @@ def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
 
     def visit(part: Any, path: tuple[str, ...]) -> None:
         for key, value in vars(part).items():
-            is_share = isinstance(value, float | int) and not isinstance(value, bool)
-            if is_share and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS):
+            is_number = isinstance(value, float | int) and not isinstance(value, bool)
+            if is_number and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS):
                 keys.append((path, key))
             elif hasattr(value, "attribute_map"):
                 visit(value, (*path, key))

@@ -86,10 +86,10 @@ class Encoder:
 
     @property
     def padding(self) -> int:
-        """Token that pads a sample."""
-        for found in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0):
-            if found is not None:
-                return int(found)
+        """Id of the token that pads a sample: the padding token, else the end token, else 0."""
+        for token_id in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0):
+            if token_id is not None:
+                return int(token_id)
         raise AssertionError
 
     def __call__(self, question: QuestionExample) -> dict[str, Tensor]:
@@ -142,11 +142,11 @@ class Encoder:
     def _fit_to_length(
         self, tokens: _TokenizedConversation, extra_tensors: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Truncate and pad tokens to the fixed length; `extra_tensors` tensors, (1, tokens), likewise with zeros."""
+        """Truncate and pad tokens to the fixed length; `extra_tensors`, (1, tokens), are padded with zeros."""
         positions = self._select_positions(tokens)
         padding_count = self._length - len(positions)
-        ids = [tokens.ids[at] for at in positions]
-        labels = [tokens.ids[at] if tokens.is_answer[at] else IGNORE_INDEX for at in positions]
+        ids = [tokens.ids[each] for each in positions]
+        labels = [tokens.ids[each] if tokens.is_answer[each] else IGNORE_INDEX for each in positions]
         sample = {
             "input_ids": torch.tensor([[*ids, *[self.padding] * padding_count]]),
             "attention_mask": torch.tensor([[*[1] * len(ids), *[0] * padding_count]]),
@@ -157,7 +157,10 @@ class Encoder:
         return sample
 
     def _select_positions(self, tokens: _TokenizedConversation) -> list[int]:
-        """Return the tokens that stay: the beginning of the question is truncated first, then the end of the answer."""
+        """Return the positions of the tokens to keep.
+
+        The beginning of the question is truncated first, then the end of the answer.
+        """
         count = len(tokens.ids)
         excess = max(0, count - self._length)
         if tokens.protected_count >= self._length:
@@ -170,12 +173,12 @@ class Encoder:
         dropped = range(
             tokens.protected_count, tokens.protected_count + min(excess, max(0, answer_start - tokens.protected_count))
         )
-        return [at for at in range(count) if at not in dropped][: self._length]
+        return [each for each in range(count) if each not in dropped][: self._length]
 
     # ---------------------------------------------------------------------------------------------------------- images
 
     def _make_synthetic_image(self, image: Any) -> MultimodalInput:
-        """Return pixels in the form of the class, drawn with the image as seed: no processor can convert it."""
+        """Return random pixels in the shape that the class takes, seeded by the image; used without a processor."""
         image_seed = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
         insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator().manual_seed(image_seed)).get("images")
         if insert is None:
@@ -218,12 +221,12 @@ class Encoder:
         prompt_ids = self._processor.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
         ids = encoded.pop("input_ids")
         encoded.pop("attention_mask", None)
-        rows = {name: each for name, each in encoded.items() if each.shape == ids.shape}
+        token_tensors = {name: each for name, each in encoded.items() if each.shape == ids.shape}
         token_ids = ids[0].tolist()
         tokens = _TokenizedConversation(
             token_ids, _mark_after_prefix(token_ids, prompt_ids[0].tolist()), self._find_image_end(token_ids)
         )
-        return {**encoded, **self._fit_to_length(tokens, rows)}
+        return {**encoded, **self._fit_to_length(tokens, token_tensors)}
 
     def _read_processor(self) -> Any:
         from transformers import AutoProcessor
@@ -240,11 +243,11 @@ class Encoder:
             ) from error
 
     def _find_image_end(self, ids: list[int]) -> int:
-        """Return the number of tokens up to the end of the image."""
+        """Return the number of tokens up to the end of the image and of the special tokens that follow it."""
         names = ("image_token_id", "image_token_index")
         token = next((self._values[each] for each in names if self._values.get(each) is not None), None)
         special = set(self._tokenizer.all_special_ids)
-        end = max((at for at, each in enumerate(ids) if each == token), default=0) + 1
+        end = max((index for index, each in enumerate(ids) if each == token), default=0) + 1
         while end < len(ids) and ids[end] in special:
             end += 1
         return end
@@ -253,9 +256,9 @@ class Encoder:
 def _mark_after_prefix(ids: list[int], prefix: list[int]) -> list[bool]:
     """Return True for each token after the common prefix."""
     common_length = next(
-        (at for at, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix))
+        (index for index, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix))
     )
-    return [at >= common_length for at in range(len(ids))]
+    return [index >= common_length for index in range(len(ids))]
 
 
 def _bytes_of(image: Any) -> bytes:

@@ -32,8 +32,8 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
             raise UnsupportedError(f"{type(model).__name__}: has no {part} to freeze; leave {part} out of model.freeze")
     frozen_ids = {
         id(parameter)
-        for found in roots.values()
-        for root in found
+        for root_names in roots.values()
+        for root in root_names
         for parameter in (find_submodule(model, root) or model).parameters()
     }
     for parameter in model.parameters():
@@ -68,25 +68,27 @@ def _find_outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
     for name in names:
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(len(parts) + 1))
-        inside = (each for each in prefixes if not any(_is_inside(other, each) for other in others))
-        outermost[next(inside)] = None
+        candidates = (each for each in prefixes if not any(_is_inside(other, each) for other in others))
+        outermost[next(candidates)] = None
     return list(outermost)
 
 
 def _find_token_embeddings(model: nn.Module, towers: Collection[str]) -> list[str]:
     """Return every token embedding outside of towers: the one for `input_ids` and those of equal size."""
-    main = model.get_input_embeddings()
-    found = []
+    input_embeddings = model.get_input_embeddings()
+    names = []
     for name, module in model.named_modules():
-        is_table = module is main or (isinstance(module, nn.Embedding) and _has_same_vocabulary_size(module, main))
-        if is_table and not any(_is_inside(name, tower) for tower in towers):
-            found.append(name)
-    return found
+        is_token_embedding = module is input_embeddings or (
+            isinstance(module, nn.Embedding) and _has_same_vocabulary_size(module, input_embeddings)
+        )
+        if is_token_embedding and not any(_is_inside(name, tower) for tower in towers):
+            names.append(name)
+    return names
 
 
-def _has_same_vocabulary_size(module: nn.Embedding, main: nn.Module | None) -> bool:
+def _has_same_vocabulary_size(module: nn.Embedding, input_embeddings: nn.Module | None) -> bool:
     """Return True if an embedding has as many entries as the vocabulary, unlike position embeddings."""
-    return isinstance(main, nn.Embedding) and module.num_embeddings == main.num_embeddings
+    return isinstance(input_embeddings, nn.Embedding) and module.num_embeddings == input_embeddings.num_embeddings
 
 
 def _is_inside(name: str, module: str) -> bool:

@@ -23,7 +23,7 @@ def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch
 
 
 def make_scheduler(block: ScheduleBlock, optimizer: torch.optim.Optimizer, total_steps: int, lr: float) -> LambdaLR:
-    """Return a schedule that depends on the step alone, so that a resumed run has the rates of an uninterrupted one.
+    """Return a schedule that depends on the step alone, so that a resumed run repeats the learning rates.
 
     Args:
         block: Schedule of the recipe.

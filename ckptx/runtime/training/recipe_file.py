@@ -87,8 +87,8 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
     def subject(*keys: str) -> str:
         """Return the option that sets one of these keys, its parent or its child; else the file."""
         for key in keys:
-            for place, option in reversed(override_by_key.items()):
-                if f"{key}.".startswith((f"{place}.", f"{place}[")) or place.startswith(f"{key}."):
+            for set_key, option in reversed(override_by_key.items()):
+                if f"{key}.".startswith((f"{set_key}.", f"{set_key}[")) or set_key.startswith(f"{key}."):
                     return f"--set {one_line(option, 200)}"
         return str(path)
 
@@ -109,8 +109,8 @@ def _complete_and_check(recipe: Recipe, subject: DescribeSubject, world_size: in
     layout = fill_dp_shard(recipe.layout, world_size, subject)
     ranks = layout.dims.world_size
     check_layouts = tuple(
-        fill_dp_shard(each, _find_world_size(each, ranks), subject, f"checks.layouts[{at}]")
-        for at, each in enumerate(recipe.checks.layouts)
+        fill_dp_shard(each, _find_world_size(each, ranks), subject, f"checks.layouts[{index}]")
+        for index, each in enumerate(recipe.checks.layouts)
     )
     recipe = replace(recipe, layout=layout, checks=replace(recipe.checks, layouts=check_layouts))
     return replace(recipe, notes=check_sizes(recipe, subject))

@@ -48,7 +48,7 @@ def decode(values: Any, block: type[B], subject: DescribeSubject) -> B:
     Args:
         values: The content of the YAML file.
         block: The class of the block.
-        subject: The subject of an error, by the path of its key.
+        subject: Returns the subject of an error from the path of a key.
 
     Raises:
         UsageError: A key is unknown or missing, or its value is of another type than its field.

@@ -31,12 +31,12 @@ class Sampler:
         """Start at the first sample.
 
         Args:
-            length: Number of samples in the data set.
+            length: Number of samples in the dataset.
             seed: Seed of the order.
             global_batch: Samples per step, over all data-parallel ranks.
 
         Raises:
-            UsageError: The data set or the batch is empty.
+            UsageError: The dataset or the batch is empty.
         """
         for name, value in (("length", length), ("global_batch", global_batch)):
             if value < 1:
@@ -77,10 +77,10 @@ class Sampler:
         Raises:
             UsageError: The position refers to other data, or to another order.
         """
-        for name, here in (("length", self._length), ("seed", self._seed)):
-            if state[name] != here:
+        for name, own in (("length", self._length), ("seed", self._seed)):
+            if state[name] != own:
                 raise UsageError(
-                    f"sampler: the checkpoint has {name} {state[name]} and this run {here}, but resuming requires the "
+                    f"sampler: the checkpoint has {name} {state[name]} and this run {own}, but resuming requires the "
                     f"same order of samples; use the {name} of the checkpoint"
                 )
         self.samples_seen = int(state["samples"])

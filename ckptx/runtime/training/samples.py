@@ -1,4 +1,4 @@
-"""Samples of questions with answers: public data sets by their ids, and synthetic ones with the same columns.
+"""Samples of questions with answers: public datasets by their ids, and synthetic ones with the same columns.
 
 squad     id, title, context, question, answers {text, answer_start}       also made by synthetic_text
 medpix    image_id, mode, case_id, question, answer                        also made by synthetic_images
@@ -46,14 +46,14 @@ class QuestionExample(NamedTuple):
 
 
 def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
-    """Return the samples of a data set.
+    """Return the samples of a dataset.
 
     Args:
         data: Data block of the recipe.
         seed: Seed of synthetic samples.
 
     Raises:
-        InputError: The data set is unavailable, or has other columns.
+        InputError: The dataset is unavailable, or has other columns.
         EnvironmentProblem: The package `datasets` is missing.
         UsageError: A path is given for synthetic samples.
     """
@@ -75,7 +75,7 @@ def to_question(row: Row) -> QuestionExample:
     return QuestionExample(str(row["question"]), str(row["answer"]).strip(), row["image_id"])
 
 
-# -------------------------------------------------------------------------------------------------------------- public
+# --------------------------------------------------------------------------------------------------------------- public
 
 
 def _open_public(data: DataBlock) -> Sequence[Row]:
@@ -89,7 +89,7 @@ def _open_public(data: DataBlock) -> Sequence[Row]:
             dataset = datasets.load_from_disk(location)
         else:
             dataset = datasets.load_dataset(location, split=data.split)
-    except Exception as error:  # its own kinds, those of pyarrow, of the Hub and of the network
+    except Exception as error:  # errors of datasets, pyarrow, the Hub or the network
         raise InputError(
             f"{one_line(location)}: the data set cannot be read: {type(error).__name__}: "
             f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; set data.path, or use synthetic samples "
@@ -107,7 +107,7 @@ def _open_public(data: DataBlock) -> Sequence[Row]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- made up
+# ------------------------------------------------------------------------------------------------------------ synthetic
 
 
 class SyntheticSamples(Sequence[Row]):
@@ -130,8 +130,8 @@ class SyntheticSamples(Sequence[Row]):
             return [self[each] for each in range(*index.indices(self._length))]
         if not 0 <= index < self._length:
             raise IndexError(index)
-        draw = random.Random(f"{self._seed} {index}")
-        return _make_image_row(draw, index) if self._has_images else _make_text_row(draw, index)
+        rng = random.Random(f"{self._seed} {index}")
+        return _make_image_row(rng, index) if self._has_images else _make_text_row(rng, index)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[each] for each in range(self._length))

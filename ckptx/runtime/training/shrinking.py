@@ -71,10 +71,10 @@ def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
     Raises:
         UnsupportedError: No such config can be built and run; see `tiny_config`.
     """
-    copied = copy.deepcopy(config)
-    new_ids = {old: at for at, old in enumerate(sorted(find_token_ids(copied)))}
+    small_config = copy.deepcopy(config)
+    new_ids = {old: new for new, old in enumerate(sorted(find_token_ids(small_config)))}
     vocabulary_size = -(-(len(new_ids) + BYTE_VOCABULARY_SIZE) // 64) * 64
-    for part in iter_configs(copied):
+    for part in iter_configs(small_config):
         values = vars(part)
         for key, value in values.items():
             if key.endswith(("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id")):
@@ -85,7 +85,7 @@ def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
                 )
             elif key in VOCABULARY_KEYS and isinstance(value, int):
                 values[key] = min(value, vocabulary_size)
-    return tiny_config(copied, cls)
+    return tiny_config(small_config, cls)
 
 
 def _iter_configs_with_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -23,7 +23,7 @@ _SEED_BITS = 32
 def fill_dp_shard(
     layout: LayoutBlock, world_size: int | None, subject: DescribeSubject, path: str = "layout"
 ) -> LayoutBlock:
-    """Fill in `dp_shard` of a layout.
+    """Return a layout with its `dp_shard` filled in, after checking its sizes.
 
     Args:
         layout: Layout of a recipe.
@@ -109,9 +109,9 @@ def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
         ("checks.loss_times_noise", recipe.checks.loss_times_noise, 1, None),
         ("checks.logits_times_noise", recipe.checks.logits_times_noise, 1, None),
     ]
-    for path, value, least, most in rows:
-        if value is not None and not (least <= value and (most is None or value <= most)):
-            yield path, value, f"{least} or more" if most is None else f"{least} to {most}"
+    for path, value, minimum, maximum in rows:
+        if value is not None and not (minimum <= value and (maximum is None or value <= maximum)):
+            yield path, value, f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
     if training.clip is not None and training.clip <= 0:
         yield "training.clip", training.clip, "a number above 0, or null"
     if len(optimizer.betas) != 2:

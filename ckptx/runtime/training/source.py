@@ -77,10 +77,10 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
         config, cls, name = _make_random_config(values, directory, recipe)
         tokenizer = make_tokenizer(config)
         with translate_build_errors(name, directory):
-            random = make_random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
-    random.config.architectures = [name]
+            random_model = make_random_model(cls, config, getattr(torch, model.dtype), recipe.training.seed)
+    random_model.config.architectures = [name]
     with _hide_progress_bar():
-        random.save_pretrained(directory, max_shard_size=_MAX_SHARD_SIZE)
+        random_model.save_pretrained(directory, max_shard_size=_MAX_SHARD_SIZE)
     tokenizer.save_pretrained(directory)
     _write_config(directory, _add_attn_implementation(read_json(directory / _CONFIG), model))
     return directory
@@ -89,11 +89,11 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
 @contextlib.contextmanager
 def _attribute_errors_to_recipe(directory: Path) -> Iterator[None]:
     """Attribute errors about the generated config.json, a temporary file, to `model.config` of the recipe."""
-    written = re.escape(str(directory / _CONFIG))
+    config_path = re.escape(str(directory / _CONFIG))
     try:
         yield
     except CkptxError as error:
-        message = re.sub(rf"{written}|(?<![\w./-]){re.escape(_CONFIG)}", "model.config of the recipe", str(error))
+        message = re.sub(rf"{config_path}|(?<![\w./-]){re.escape(_CONFIG)}", "model.config of the recipe", str(error))
         if message == str(error):
             raise
         raise type(error)(message) from error
@@ -102,12 +102,12 @@ def _attribute_errors_to_recipe(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _hide_progress_bar() -> Iterator[None]:
     """Hide the progress bar of transformers for a file that is written in milliseconds."""
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -132,14 +132,14 @@ def _link_checkpoint(root: Path, directory: Path, values: Values, recipe: Recipe
         )
     directory.mkdir(parents=True, exist_ok=True)
     for each in sorted(root.iterdir()):
-        copied = directory / each.name
+        target = directory / each.name
         if each.name == _CONFIG or not each.is_file():
             continue
-        copied.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         if each.name.endswith(_WEIGHTS):
-            os.symlink(each.resolve(), copied)
+            os.symlink(each.resolve(), target)
         else:
-            shutil.copyfile(each, copied)
+            shutil.copyfile(each, target)
     _write_config(directory, values)
     name, _, config = read_config(directory, trust_remote_code=recipe.model.trust_remote_code)
     _refuse_other_type(recipe.model.config, name, config)
@@ -188,14 +188,14 @@ def _read_initial_config(model: ModelBlock) -> Values:
 
 def _make_random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
     """Return the config of a model with random weights, its class, and the name of the class."""
-    trusts = recipe.model.trust_remote_code
+    trust_remote_code = recipe.model.trust_remote_code
     _write_config(directory, values)
-    name, cls, config = read_config(directory, trust_remote_code=trusts)
+    name, cls, config = read_config(directory, trust_remote_code=trust_remote_code)
     _refuse_other_type(recipe.model.config, name, config)
     _refuse_unknown(recipe.model.config, config)
     if recipe.model.shrunk:
         _write_config(directory, reduce_layers(values, config, recipe.model.config))
-        name, cls, config = read_config(directory, trust_remote_code=trusts)
+        name, cls, config = read_config(directory, trust_remote_code=trust_remote_code)
         config = shrink_widths(config, cls)
     if recipe.training.dropout is not None:
         set_dropout(config, recipe.training.dropout)
@@ -264,7 +264,8 @@ def make_random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtyp
     """Return a model with random weights, none of which is all zeros, all ones or infinite; tied names stay tied.
 
     Weights of products are drawn so that they preserve the scale of their input. Tensors that a class sets to a
-    constant, such as norms and biases, get some noise, so that their loss is noticed. So do persistent buffers.
+    constant, such as norms and biases, get some noise, so that a test notices if one is not saved. So do persistent
+    buffers.
 
     Args:
         cls: Class of the model.

@@ -15,7 +15,7 @@ _BYTES = 256
 _REQUIRED_TOKENS = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>"}
 BYTE_VOCABULARY_SIZE = _BYTES + len(_REQUIRED_TOKENS)  # without other special tokens of a config
 
-# `{% generation %}` marks the answer and its end token. An image is one token, which data sets replace by many.
+# `{% generation %}` marks the answer and its end token. An image is one token, which datasets replace by many.
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -45,7 +45,7 @@ def make_tokenizer(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     special_tokens = _find_special_tokens(config)
     free_ids = [each for each in range(int(text.vocab_size)) if each not in special_tokens.values()]
-    missing_tokens = [role for role in _REQUIRED_TOKENS.values() if role not in special_tokens]
+    missing_tokens = [each for each in _REQUIRED_TOKENS.values() if each not in special_tokens]
     if len(free_ids) < _BYTES + len(missing_tokens):
         raise UsageError(
             f"model.config: vocab_size is {text.vocab_size}, of which {len(special_tokens)} are special tokens; a byte "

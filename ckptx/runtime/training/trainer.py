@@ -1,9 +1,9 @@
 """Train the model of a recipe step by step, and save all state so that a resumed run equals an uninterrupted one.
 
-    Trainer(recipe, source, dataset, place)   built, and loaded from `source`
-    .step()                                   one optimizer step
-    .state(), save.save(...)                  all state in one publish
-    .resume(checkpoint)                       resume on the same mesh or another
+    Trainer(recipe, source, dataset, rank_context)   build the model and load it from `source`
+    .step()                                          run one optimizer step
+    .save(path)                                      publish all state as one checkpoint
+    .resume(path)                                    restore all state, on the same mesh or another
 
 Random numbers of a step come from the generators of the process only, and its samples follow from one global count;
 both are saved, and nothing else draws random numbers in between.
@@ -42,7 +42,7 @@ from ckptx.runtime.training.sampler import Sampler, split_over_ranks
 _LABELS = "labels"
 _GIB = 2**30
 
-TrainerEvent = Callable[["Trainer"], None]
+TrainerCallback = Callable[["Trainer"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Trainer:
         rank_context: RankContext,
         *,
         layout: LayoutBlock | None = None,
-        callbacks: Mapping[str, TrainerEvent] | None = None,
+        callbacks: Mapping[str, TrainerCallback] | None = None,
     ) -> None:
         """Build the model and load it from `source`; every rank calls it.
 
@@ -184,9 +184,9 @@ class Trainer:
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the microbatches of this data-parallel rank for the samples of a step: model arguments and labels."""
         training = self.recipe.training
-        own = split_over_ranks(indices, self.data_rank, self._data_ranks())
+        own_indices = split_over_ranks(indices, self.data_rank, self._data_ranks())
         size = training.microbatch if self.rank_model.pipeline_plan is not None else training.local_batch
-        index_groups = [own[begin : begin + size] for begin in range(0, len(own), size)]
+        index_groups = [own_indices[begin : begin + size] for begin in range(0, len(own_indices), size)]
         microbatches = [collate([self.dataset[index] for index in each]) for each in index_groups]
         return [{name: self._to_device(value) for name, value in each.items()} for each in microbatches]
 
@@ -313,7 +313,7 @@ class Trainer:
         return total
 
     def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
-        """Do the same with a pipeline, with as many microbatches per schedule as the recipe sets."""
+        """Run the pipeline once per `local_batch`; returns what `_backward` does on the last stage, and 0 elsewhere."""
         assert self.rank_model.pipeline is not None
         count = self.recipe.training.local_batch // self.recipe.training.microbatch
         total = 0.0
