@@ -44,7 +44,7 @@ class Work:
     sent_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Work, times: int = 1) -> None:
-        """Add another tally, `times` times."""
+        """Add other work, `times` times."""
         self.flops += times * other.flops
         self.recomputed_flops += times * other.recomputed_flops
         for kind, nbytes in other.sent_bytes.items():
@@ -52,7 +52,7 @@ class Work:
 
 
 def sum_work(parts: Iterable[Work]) -> Work:
-    """Return the sum of tallies."""
+    """Return the sum of the work of several parts."""
     total = Work()
     for each in parts:
         total.add(each)
@@ -63,7 +63,7 @@ class WorkCounter:
     """Counters of floating-point operations and communicated bytes.
 
     Attributes:
-        work_by_pass: Tally of each pass, by part of the step and number of the pass.
+        work_by_pass: Work of each pass, by part of the step and number of the pass.
     """
 
     def __init__(self) -> None:

@@ -117,7 +117,7 @@ def extrapolate(
     whole = replace(whole, omitted_layers=sum(each.period * each.max_periods for each in repeats))
     if check_model is None:
         return whole
-    source = next(step for segment, step in predicted if segment is whole.timeline.peak_segment)
+    source = next(change for segment, change in predicted if segment is whole.timeline.peak_segment)
     check_segments = [
         each
         for each in _iter_segment_changes(repeats, check_model)
@@ -134,20 +134,20 @@ def _align_segments(
         return None
     keys = [each.key for each in aligned.segments]
     for axis, model in enumerate(longer_models):
-        steps = list(_iter_segment_changes(repeats, model))
-        common = [each for each in steps if each.axis is None]
+        changes = list(_iter_segment_changes(repeats, model))
+        common = [each for each in changes if each.axis is None]
         if [each.key for each in common] != keys:
             return None
         aligned.longer_segments.append(common)
         position = 0
-        for step in steps:
-            if step.axis is None:
+        for change in changes:
+            if change.axis is None:
                 position += 1
                 continue
             blocks = aligned.period_segments.setdefault(position, [])
             if not blocks or blocks[-1][0] != axis:
                 blocks.append((axis, []))
-            blocks[-1][1].append(step)
+            blocks[-1][1].append(change)
     return aligned
 
 
@@ -158,18 +158,18 @@ def _iter_segment_changes(repeats: Sequence[RepeatedLayers], model: ShortModelFo
     path, index, axis = "", -1, None
     current_pass = None
     for segment in model.forecast.timeline.segments:
-        unit = segment.layer
+        layer_key = segment.layer
         if (segment.phase, segment.pass_index) != current_pass:
             current_pass = segment.phase, segment.pass_index
             path, index, axis = "", -1, None
-        if unit.stack:
-            path, index = unit.stack, _layer_number(unit, model.layer_numbers)
+        if layer_key.stack:
+            path, index = layer_key.stack, _layer_number(layer_key, model.layer_numbers)
             axis = next(
                 (n for n, each in enumerate(repeats) if each.path == path and each.first <= index < each.stop), None
             )
             if axis is not None:
                 index = (index - repeats[axis].first) % repeats[axis].period
-        key = segment.phase, segment.pass_index, path, index, not unit.stack
+        key = segment.phase, segment.pass_index, path, index, not layer_key.stack
         yield _SegmentChange(
             _SegmentKey(*key, occurrences[key] if axis is None else 0), axis, segment,
             _subtract(segment.peak_bytes, start), _subtract(segment.end_bytes, start),
@@ -191,33 +191,33 @@ def _predict(
     predicted: list[tuple[Segment, _SegmentChange]] = []
     current_bytes = _ZERO_BYTES
 
-    def add(step: _SegmentChange, peak_bytes: BytesByKind, end_bytes: BytesByKind, unit: LayerKey) -> None:
+    def add(change: _SegmentChange, peak_bytes: BytesByKind, end_bytes: BytesByKind, layer_key: LayerKey) -> None:
         nonlocal current_bytes
         segment = replace(
-            step.segment,
-            layer=unit,
+            change.segment,
+            layer=layer_key,
             peak_bytes=_add(current_bytes, peak_bytes),
             end_bytes=_add(current_bytes, end_bytes),
         )
-        predicted.append((segment, step))
+        predicted.append((segment, change))
         current_bytes = segment.end_bytes
 
     for position in range(len(base.segments) + 1):
         for axis, block in base.period_segments.get(position, ()):
             repeat = repeats[axis]
-            for copy in range(extra_periods[axis]):
-                for step in block:
-                    period = extra_periods[axis] - 1 - copy if step.key.phase == BACKWARD else copy
-                    layer = repeat.first + period * repeat.period + step.key.layer
-                    unit = LayerKey() if step.key.is_outside else LayerKey(repeat.path, layer)
-                    add(step, step.peak_bytes, step.end_bytes, unit)
+            for number in range(extra_periods[axis]):
+                for change in block:
+                    period = extra_periods[axis] - 1 - number if change.key.phase == BACKWARD else number
+                    layer = repeat.first + period * repeat.period + change.key.layer
+                    layer_key = LayerKey() if change.key.is_outside else LayerKey(repeat.path, layer)
+                    add(change, change.peak_bytes, change.end_bytes, layer_key)
         if position < len(base.segments):
-            step = base.segments[position]
-            others = [grown[position] for grown in base.longer_segments]
-            most = _extrapolate_bytes(step.peak_bytes, [each.peak_bytes for each in others], extra_periods)
-            last = _extrapolate_bytes(step.end_bytes, [each.end_bytes for each in others], extra_periods)
-            key = step.key
-            add(step, most, last, LayerKey() if key.is_outside else LayerKey(key.path, key.layer))
+            change = base.segments[position]
+            others = [aligned_segments[position] for aligned_segments in base.longer_segments]
+            peak_bytes = _extrapolate_bytes(change.peak_bytes, [each.peak_bytes for each in others], extra_periods)
+            end_bytes = _extrapolate_bytes(change.end_bytes, [each.end_bytes for each in others], extra_periods)
+            key = change.key
+            add(change, peak_bytes, end_bytes, LayerKey() if key.is_outside else LayerKey(key.path, key.layer))
     return predicted
 
 
@@ -233,12 +233,12 @@ def _build_forecast(
         first,
         timeline=make_timeline(segments, segments[-1].end_bytes),
         work_by_pass={
-            turn: _extrapolate_work(
-                first.work_by_pass.get(turn, Work()),
-                [each.work_by_pass.get(turn, Work()) for each in others],
+            pass_key: _extrapolate_work(
+                first.work_by_pass.get(pass_key, Work()),
+                [each.work_by_pass.get(pass_key, Work()) for each in others],
                 extra_periods,
             )
-            for turn in dict.fromkeys(turn for each in (first, *others) for turn in each.work_by_pass)
+            for pass_key in dict.fromkeys(pass_key for each in (first, *others) for pass_key in each.work_by_pass)
         },
         wrapped_layers=_extrapolate_number(
             first.wrapped_layers, [each.wrapped_layers for each in others], extra_periods

@@ -50,7 +50,7 @@ def forecast_ranks(
             flight, the one with most parameters, and the last, which has the logits.
         in_process: Run one after another, and without a pipeline in this process, which caches facts about operations
             and must not be forked afterwards.
-        known_boundaries: Known stage boundaries; new ones are added. None for none.
+        known_boundaries: Known stage boundaries; new ones are added. None starts without any.
         directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
 
     Raises:
@@ -161,16 +161,16 @@ class _RankForecaster:
             return None
         indices = [0, *(1 + axis for axis in axes), *range(1 + len(short_tasks.plan.axes), len(short_tasks.tasks))]
         calls = [(short_tasks.tasks[each], rank, self._make_cache(1 + each)) for each in indices]
-        answers = self._run_calls(run_rank, calls)
-        for each, (_, cache) in zip(indices, answers, strict=True):
+        results = self._run_calls(run_rank, calls)
+        for each, (_, cache) in zip(indices, results, strict=True):
             self._update_cache(1 + each, cache)
-        runs = [
+        short_forecasts = [
             ShortModelForecast(forecast, short_tasks.plan.remaining_layers(short_tasks.extra_periods[each]))
-            for each, (forecast, _) in zip(indices, answers, strict=True)
+            for each, (forecast, _) in zip(indices, results, strict=True)
         ]
         repeats = [each for each in short_tasks.plan.repeats_of_rank(rank) if each is not None]
-        longer_models, check_models = runs[1 : 1 + len(repeats)], runs[1 + len(repeats) :]
-        forecast = extrapolate(repeats, runs[0], longer_models, check_models[0] if check_models else None)
+        longer_models, check_models = short_forecasts[1 : 1 + len(repeats)], short_forecasts[1 + len(repeats) :]
+        forecast = extrapolate(repeats, short_forecasts[0], longer_models, check_models[0] if check_models else None)
         return None if forecast is None else replace(forecast, parameter_count=short_tasks.plan.parameter_count)
 
     def _run_calls(self, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
@@ -181,6 +181,7 @@ class _RankForecaster:
         return [function(*each) for each in calls]
 
     def _task_of_index(self, task_index: int) -> ForecastTask:
+        """Return the whole task for index 0, and the short tasks from index 1."""
         return self._task if task_index == 0 or self._short_tasks is None else self._short_tasks.tasks[task_index - 1]
 
     def _split_key(self, task_index: int) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ class RankForecast:
         stages: Numbers of its pipeline stages; (0,) without a pipeline.
         timeline: Memory over the step.
         work_by_pass: Work of each pass, by part of the step and number of the pass.
-        wrapped_layers: Layers that recompute activations.
+        wrapped_layers: Number of layers that recompute activations.
         input_bytes: Bytes of the inputs of a microbatch.
         omitted_layers: Number of repeated layers that did not run.
     """
@@ -94,7 +94,9 @@ class RankForecast:
 
 
 def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tuple[RankForecast, BoundaryCache]:
-    """Run a step on the first of the ranks that share pipeline stages, which has the largest shards.
+    """Return the forecast of a step on the first rank of a pipeline rank, and the updated cache.
+
+    The first of the ranks that share pipeline stages has the largest shards.
 
     Args:
         task: Step to run.
@@ -109,14 +111,14 @@ def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tu
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
     inputs = make_step_inputs(task, config)
     with _build_rank_model(task, pipeline_rank, cache) as rank_model:
-        ledger, counts = StorageLedger(), WorkCounter()
+        ledger, work_counter = StorageLedger(), WorkCounter()
 
         def on_operation(*operation: Any) -> None:
             ledger.record_operation(*operation)
-            counts.record_operation(ledger.current_phase, *operation)
+            work_counter.record_operation(ledger.current_phase, *operation)
 
         with _run_on_shapes(rank_model, on_operation), ledger.watch(rank_model.models):
-            begin, end = _run_step(rank_model, task, inputs, ledger, counts, cache.input_slots)
+            begin, end = _run_step(rank_model, task, inputs, ledger, work_counter, cache.input_slots)
             layer_names = [
                 layer.name for model in rank_model.models for group in layer_groups(model).values() for layer in group
             ]
@@ -127,7 +129,7 @@ def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tu
             missing_inputs=inputs.missing,
             stages=tuple(rank_model.stages),
             timeline=timeline,
-            work_by_pass=counts.work_by_pass,
+            work_by_pass=work_counter.work_by_pass,
             wrapped_layers=rank_model.wrapped_layers,
             input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
         )
@@ -135,7 +137,7 @@ def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tu
 
 
 def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: BoundaryCache) -> BoundaryCache:
-    """Find the shapes that a stage sends, in a pipeline with one stage per rank.
+    """Record the shapes that a stage sends if each has a rank of its own, and return the updated cache.
 
     Args:
         task: Step to run.
@@ -191,10 +193,10 @@ def _run_step(
     task: ForecastTask,
     inputs: Inputs,
     ledger: StorageLedger,
-    counts: WorkCounter,
+    work_counter: WorkCounter,
     input_slots: StageInputSlots,
 ) -> tuple[int, int]:
-    """Run one step; returns the numbers of its first event and of the first event after it.
+    """Run one step; return the numbers of its first event and of the first event after it.
 
     One-time work comes before: the optimizer creates its state, and a pipeline its communication buffers.
     """
@@ -210,7 +212,7 @@ def _run_step(
         rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
     begin = len(ledger.events)
     ledger.reset_passes()
-    counts.reset()
+    work_counter.reset()
     StepSpec(rank_model, task, inputs, optimizer).run(ledger)
     return begin, len(ledger.events)
 

@@ -1,4 +1,4 @@
-"""Search the layouts of a number of GPUs that fit, with least recomputation and least communication.
+"""Search for layouts that fit on a number of GPUs, with the least recomputation and communication.
 
 Every layout runs the same step: the same global batch over all GPUs. Modes of activation checkpointing are tried from
 least to most recomputation; the first that fits is used, with its best number of microbatches: fewer microbatches
@@ -102,7 +102,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """A layout search.
+    """Step, GPUs and fixed dimensions of a layout search.
 
     Attributes:
         task: Step, in any layout.
@@ -154,7 +154,7 @@ class SearchResult:
 
 
 def search(space: SearchSpace) -> SearchResult:
-    """Search all meshes, several in parallel.
+    """Return the results of all meshes, several of which are searched at once.
 
     Raises:
         UsageError: No mesh has the given dimensions.
@@ -196,7 +196,7 @@ def search_meshes(space: SearchSpace, meshes: Sequence[ParallelDims], parameter_
 def _search_mesh(
     space: SearchSpace, dims: ParallelDims, parameter_count: int, known_boundaries: BoundariesBySplit
 ) -> MeshResult:
-    """Return the first mode that fits a mesh, with its best number of microbatches."""
+    """Return the result of a mesh: the first mode that fits, with its best number of microbatches."""
     task, fixed = space.task, space.fixed
     min_peak = min_peak_bytes(task, parameter_count, dims)
     if min_peak + reserve_bytes(min_peak) > space.memory:
@@ -234,7 +234,7 @@ def _search_mesh(
 
 
 def confirm(result: MeshResult, memory: int) -> MeshResult:
-    """Forecast the mesh again with every stage, and with the extrapolation of layers validated."""
+    """Forecast the best candidate with every stage and validated extrapolation; drop it if it does not fit."""
     assert result.best is not None
     best = replace(_forecast_candidate(result.best.task), is_checked=True)
     candidate_count = result.candidate_count + 1
@@ -298,7 +298,7 @@ def possible_microbatches(task: ForecastTask, dims: ParallelDims, fixed: FixedDi
 
 
 def with_layout(task: ForecastTask, dims: ParallelDims, mode: str, microbatches: int) -> ForecastTask:
-    """Return the same step on another mesh."""
+    """Return the same step with another mesh, checkpointing mode and number of microbatches."""
     recipe = task.recipe
     layout = structs.replace(
         recipe.layout, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate,
@@ -322,7 +322,11 @@ def with_microbatches(task: ForecastTask, count: int, size: int | None = None) -
 
 
 def count_distinct_microbatches(task: ForecastTask) -> int:
-    """Return the fewest microbatches that reach the peak memory of any larger number and include two identical ones."""
+    """Return the fewest microbatches that suffice to extrapolate to all of them.
+
+    If they are fewer than all, they include two identical ones. They reach the peak apart
+    from the bytes that each microbatch keeps for the whole step.
+    """
     if task.dims.pp > 1 and task.recipe.layout.schedule != "1f1b":
         return task.microbatches  # the number in flight grows with them
     sufficient = _STEADY_MICROBATCHES if task.dims.pp == 1 else task.dims.pp + _EXTRA_PIPELINE_MICROBATCHES
@@ -330,7 +334,7 @@ def count_distinct_microbatches(task: ForecastTask) -> int:
 
 
 def min_peak_bytes(task: ForecastTask, parameter_count: int, dims: ParallelDims) -> int:
-    """Return a lower bound of the peak: evenly sharded parameters, gradients and optimizer state."""
+    """Return a lower bound of the peak: evenly sharded parameters, and training state if none is frozen."""
     element_bytes = 4 if task.recipe.model.dtype == "float32" else 2
     copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)
     if task.recipe.model.freeze:

@@ -35,12 +35,12 @@ class LayerKey:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive operations of one unit, in one part of a step.
+    """Consecutive operations of one layer, or outside layers, in one part of a step.
 
     Attributes:
         phase: forward, backward, clipping or optimizer.
         pass_index: Number of the forward or backward pass.
-        layer: Unit that runs.
+        layer: Layer that runs; `LayerKey()` outside layers.
         peak_bytes: Bytes of each kind at the largest sum.
         end_bytes: Bytes of each kind at the end.
         peak_storage: Storage whose allocation reached the largest sum; None if the sum never rose.
@@ -91,7 +91,7 @@ def classify_storage(lifetime: StorageLifetime) -> str:
 
 
 def make_layer_keys(layers: Iterable[str]) -> dict[str, LayerKey]:
-    """Return the unit of each layer, by its name."""
+    """Return the key of each layer, by its name."""
     keys = {}
     for name in layers:
         stack, _, index = name.rpartition(".")
