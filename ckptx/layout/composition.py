@@ -50,8 +50,9 @@ class Compositions:
     """The compositions of the tensors of one model, under one config.
 
     Attributes:
-        layers: By the last one or two components of a module path, for modules of the layer lists in `stacks`.
-        others: The same for all other modules, such as those of a vision tower.
+        layers: Compositions for modules inside the layer lists in `stacks`, by the last one or two components of the
+            module path.
+        others: Compositions for all other modules, such as those of a vision tower, by the same keys.
         stacks: Paths of the layer lists; empty to use `layers` for every module.
         transposed: Patterns of modules whose weight is stored [in, out].
         is_complete: True if a tensor without a composition is known to be of plain features.

@@ -1,9 +1,9 @@
 """Mesh dimensions: the size of each kind of parallelism, and the coordinates of each rank.
 
-rank = (pp * dp + dp_index) * tp + tp_index        tp runs fastest, pp slowest
+rank = (pp_index * dp + dp_index) * tp + tp_index  tp_index runs fastest, pp_index slowest
 dp_index = replica * dp_shard + shard              dp = dp_replicate * dp_shard ranks that see different data
 
-Checkpoint files do not depend on dp_replicate, as all replicas hold the same.
+Checkpoint files do not depend on dp_replicate, as all replicas hold the same data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ParallelDims:
         dp_replicate: Number of groups of `dp_shard` ranks that replicate the parameters (HSDP).
 
     Raises:
-        UsageError: A size is below 1.
+        UsageError: A size is below 1, or the mesh has more than `MAX_RANKS` ranks.
     """
 
     tp: int = 1
@@ -67,7 +67,7 @@ class ParallelDims:
         return pp, dp, tp
 
     def rank_in_stage(self, dp: int, tp: int) -> int:
-        """Return the rank within its pipeline stage."""
+        """Return the rank at the given coordinates within its pipeline stage."""
         return dp * self.tp + tp
 
     def ranks_of_stage(self, pp: int) -> range:

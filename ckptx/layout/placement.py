@@ -223,8 +223,8 @@ def _replace_extent(region: Region, dim: int, span: Span) -> Region:
 def _infer_block_size(n: int, size: int) -> int | None:
     """Return the number of weight elements per scale element along one dim; None if no number explains the sizes.
 
-    `size` is ceil(n / block) for several blocks. At most one of them is a power of two, and that is the block in every
-    published format; otherwise the blocks must divide the dim.
+    Several block sizes give the same `size`, ceil(n / block). At most one of them is a power of two, which every
+    published format uses; if none is, `size` must divide `n`.
     """
     if size == n:
         return 1

@@ -114,7 +114,7 @@ class StageMap:
         self._first_indices = tuple(accumulate((stack.count for stack in stacks), initial=0))  # global index of layer 0
         self._stage_by_layer = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         prefixes = [(f"{stack.path}.", index) for index, stack in enumerate(stacks)]
-        self._stack_prefixes = sorted(prefixes, key=lambda lead: -len(lead[0]))  # the innermost first
+        self._stack_prefixes = sorted(prefixes, key=lambda item: -len(item[0]))  # the innermost first
         self._stage_by_path: dict[str, int] = {}
         for index, stack in enumerate(stacks):
             first = self._layer_stage(index, 0) if index else 0
@@ -127,9 +127,9 @@ class StageMap:
     def stage_of(self, name: str) -> int:
         """Return the stage of a tensor, by its longest known path.
 
-        A layer is on the stage of the split, a layer after the last of its stack (an MTP layer) on the stage of that
-        last layer, and modules that run before or after a stack on the stage of its first or last layer. The rest,
-        embeddings and towers, is on stage 0.
+        A layer is on the stage that the split assigns to it, a layer after the last of its stack (an MTP layer) on the
+        stage of that last layer, and modules that run before or after a stack on the stage of its first or last layer.
+        The rest, embeddings and towers, is on stage 0.
         """
         layer = self._find_layer(name)
         if layer is not None and self._has_plain_layers[layer[0]]:

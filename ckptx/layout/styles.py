@@ -45,7 +45,7 @@ STYLES: dict[str, StyleKind] = {
     "local_params": StyleKind.REPLICATE,
     "ep_dispatch_experts": StyleKind.REPLICATE,
     "grouped_gemm": StyleKind.EXPERT,
-    # Older names of the same.
+    # Former names of these styles.
     "colwise_rep": StyleKind.COLWISE,
     "rowwise_rep": StyleKind.ROWWISE,
     "local_colwise": StyleKind.COLWISE,

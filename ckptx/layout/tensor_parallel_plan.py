@@ -70,15 +70,15 @@ class TensorParallelPlan:
     _patterns_by_wildcards: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_stars: dict[str, list[str]] = {}
+        by_wildcards: dict[str, list[str]] = {}
         for pattern, rule in self.rules.items():
             if rule.style not in STYLES:
                 raise UnsupportedError(
                     f'{rule.decided_by}: "{pattern}" has the unknown style "{rule.style}"; override it in your own TP '
                     f"plan with one of {_known_styles()}"
                 )
-            by_stars.setdefault(_replace_indices(pattern), []).append(pattern)
-        ordered = {key: tuple(sorted(patterns, key=_specificity_key)) for key, patterns in by_stars.items()}
+            by_wildcards.setdefault(_replace_indices(pattern), []).append(pattern)
+        ordered = {key: tuple(sorted(patterns, key=_specificity_key)) for key, patterns in by_wildcards.items()}
         object.__setattr__(self, "_patterns_by_wildcards", ordered)
 
     @classmethod
