@@ -18,7 +18,7 @@ class CheckpointPart(NamedTuple):
     Attributes:
         directory: Path relative to the root ("model", "optim").
         names: Name in the catalog -> name in the part, for tensors and objects.
-        planner_data: `planner_data` of the part, or None.
+        planner_data: `planner_data` of the part; None if it has none.
     """
 
     directory: str
@@ -40,7 +40,7 @@ class Catalog:
         identities: Identity of every file that was or will be read, taken before reading; for tensor files, that of the
             open file from which the header was read.
         sidecars: Files that are copied along with the weights.
-        config: The parsed `config.json`, or None.
+        config: The parsed `config.json`; None if there is none.
         verbatim: Format-specific texts by file name that a restoration may need: safetensors headers and the index.
         planner_data: `planner_data` of a DCP in one part, carried over unchanged.
         parts: The directories of a DCP in two parts; empty for everything else.

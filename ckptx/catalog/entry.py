@@ -56,7 +56,7 @@ class Block(NamedTuple):
     Attributes:
         rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
         region: Region of the tensor.
-        is_replica: True if another block has the same elements and counts for coverage.
+        is_replica: True if another block holds the same elements; checks that blocks tile a tensor ignore replicas.
     """
 
     rank_in_stage: int

@@ -81,7 +81,13 @@ class LayoutRecord(NamedTuple):
 
 
 class OriginalFile(NamedTuple):
-    """A safetensors file: the metadata if the header has the format of the library, else the text of the header."""
+    """Record of one original safetensors file.
+
+    Attributes:
+        name: File name.
+        metadata: `__metadata__` of the header, if the safetensors library would write the same header; else None.
+        header: The text of any other header; None if `metadata` is enough to write it again.
+    """
 
     name: str
     metadata: Mapping[str, str] | None
@@ -89,7 +95,13 @@ class OriginalFile(NamedTuple):
 
 
 class OriginalIndex(NamedTuple):
-    """An index: the metadata if it has the format of transformers, else its text."""
+    """Record of the original index.
+
+    Attributes:
+        name: File name.
+        metadata: `metadata` of the index, if transformers would write the same index.
+        text: The text of any other index; None if `metadata` is enough to write it again.
+    """
 
     name: str
     metadata: Any

@@ -130,7 +130,7 @@ class _ManifestParser:
 
     def __init__(self) -> None:
         self._shapes: UniqueTuples[Shape] = UniqueTuples()
-        self._fitting_shapes: list[set[tuple[int, Shape]]] = []
+        self._fitting_shapes: list[set[tuple[int, Shape]]] = []  # for each sharding, the shapes that contain its blocks
 
     def parse(self, document: Mapping[str, Any], path: str) -> Manifest:
         self._require_string(document.get("tool"), "tool")
