@@ -15,7 +15,7 @@ def find_name_fault(name: str) -> str | None:
     """Return the reason why a name is not valid for a file in a directory, or None if it is valid.
 
     Example:
-        name_fault("onnx/model.json") is None, name_fault("../model.json") is "it leads out of the directory".
+        find_name_fault("onnx/model.json") is None; find_name_fault("../x") is "it leads out of the directory".
     """
     if not name:
         return "it is empty"
@@ -60,7 +60,7 @@ def find_weights_fault(files: Sequence[str], index: str | None) -> str | None:
     names would hide tensors from them.
 
     Example:
-        weights_fault(["a.safetensors"], None) is None, weights_fault(["config.json"], None) is not.
+        find_weights_fault(["a.safetensors"], None) is None; find_weights_fault(["config.json"], None) is not.
     """
     for name in files:
         fault = _find_suffix_fault(name, _WEIGHTS_SUFFIX)

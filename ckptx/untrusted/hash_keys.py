@@ -44,7 +44,7 @@ class UniqueTuples(Generic[T]):
         """Store a value for which `get` returned None.
 
         Raises:
-            SharedHash: Too many stored values have the hash of this one.
+            HashFlood: Too many stored values have the hash of this one.
         """
         key = SALT, value
         salted_hash = hash(key)
@@ -62,9 +62,9 @@ def salted_key(value: T) -> tuple[int, T]:
     return SALT, value
 
 
-def packed_key(rank: int, *tuples: Iterable[int]) -> bytes:
-    """Return a dict key for tuples of `rank` numbers of at most 64 bits each."""
-    return array("Q", chain((rank,), *tuples)).tobytes()
+def packed_key(ndim: int, *tuples: Iterable[int]) -> bytes:
+    """Return a dict key for tuples of `ndim` numbers of at most 64 bits each."""
+    return array("Q", chain((ndim,), *tuples)).tobytes()
 
 
 def identity_key(values: Iterable[object]) -> bytes:

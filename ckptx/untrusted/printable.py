@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
-# Category Cc; U+061C, U+200E/F, U+202A-E, U+2066-9 (direction); U+200B-D, U+2060, U+FEFF (no width); U+2028/9 (lines);
-# U+00AD (soft hyphen); tags, which are invisible; lone surrogates, which are invalid in UTF-8.
+# U+061C, U+200E/F, U+202A-E, U+2066-9 (direction); U+180E, U+200B-D, U+2060, U+FEFF (no width); U+2028/9 (lines);
+# U+00AD (soft hyphen); U+2061-5, U+206A-F, U+FFF9-B (invisible format characters); tags, which are invisible; lone
+# surrogates, which are invalid in UTF-8. The patterns below add control characters (category Cc).
 _ACTIVE_CHARACTERS = (
     "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
 )
