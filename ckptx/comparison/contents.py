@@ -113,12 +113,13 @@ def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> 
 
 
 def _choose_dtypes(reference: ModelView, dtype: str) -> dict[str, DType]:
+    """Return the dtype of each reference tensor after the cast that `--dtype` requests."""
     architecture, cast_dtype = reference.architecture, CAST_TARGETS.get(dtype)
-    wanted_name: Any = dtype
+    dtype_name: Any = dtype
     return cast_targets(
         reference.tensors,
         cast_dtype,
-        lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, wanted_name),
+        lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, dtype_name),
     )
 
 
@@ -200,7 +201,18 @@ class _BlockSink:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Comparison of pairs in several threads; rows come in the order of the pairs."""
+    """Comparison of pairs in several threads; rows come in the order of the pairs.
+
+    Attributes:
+        pairs: Pairs to compare.
+        files: Open files of both checkpoints.
+        max_memory: Memory for the buffers of all threads, in bytes.
+        bytes_read: Bytes read from both checkpoints.
+        records_without_crc: Number of archive records without a CRC-32.
+        overflow_counts: Number of elements that casts of the reference made infinite or zero, by tensor.
+        _rows: Row of each pair that differs, by index in `pairs`.
+        _errors: Exceptions of the threads; the first is raised by `run`.
+    """
 
     pairs: list[_Pair]
     files: tuple[SourceFiles, SourceFiles]

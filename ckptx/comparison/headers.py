@@ -1,4 +1,7 @@
-"""`diff`: compare names, shapes, dtypes and tied weights of two checkpoints, from headers alone."""
+"""`diff`: compare names, shapes, dtypes and tied weights of two checkpoints.
+
+Headers are read, and samples of tied weights that are stored separately; no other tensor data.
+"""
 
 from __future__ import annotations
 

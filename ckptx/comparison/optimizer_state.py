@@ -1,7 +1,8 @@
 """Comparison of training state by name: moments, counters, and other tensors that a trainer stores.
 
-Trainers name state differently, and on a mesh the twin of a tied tensor may have a copy of its state. So parameters in
-names are compared under their model names, and a state that one side lacks with that of the tied name there.
+Trainers name state differently, so names are compared after the parameter in each is replaced with its model name. On a
+mesh, each of two tied tensors may have its own copy of the state, so a state that one side lacks is compared with the
+state of the tied tensor on that side.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFil
         return False
     for offset in range(0, a.nbytes, _READ_BYTES):
         blocks = []
-        for each, pool in zip((a, b), files, strict=True):
-            block = bytearray(min(_READ_BYTES, each.nbytes - offset))
-            if pool.read_into(each.file, each.offset + offset, [memoryview(block)]) < len(block):
+        for entry, source_files in zip((a, b), files, strict=True):
+            block = bytearray(min(_READ_BYTES, entry.nbytes - offset))
+            if source_files.read_into(entry.file, entry.offset + offset, [memoryview(block)]) < len(block):
                 return False  # the file ends before the object does
             blocks.append(block)
         if blocks[0] != blocks[1]:
