@@ -1,7 +1,7 @@
 """Files on a local disk: checked paths, positional reads and writes.
 
-All access to data files goes through this module, so that paths are checked and `ENOSPC` is translated in one place, in
-which tests can inject failures.
+Files of a source are opened and read here, and `write_at` writes every byte of an output, so that paths are checked and
+`ENOSPC` is translated in one place, in which tests can inject failures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError
 from ckptx.storage.interface import FileIdentity, Location
 
 # Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
-_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 _Location = TypeVar("_Location", bound=Location)
 
@@ -94,7 +94,7 @@ def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
     except ValueError:  # a null byte in the name
         return None
     except OSError as error:
-        if error.errno in _NOTHING_THERE:
+        if error.errno in _MISSING_ERRNOS:
             return None
         raise read_error(path, error) from error
 
@@ -327,7 +327,7 @@ def raise_open_file_limit() -> None:
 
 
 def read_error(path: Path, error: OSError) -> CkptxError:
-    """Return the error for a file that could not be opened."""
+    """Return the error for a file that could not be opened or read."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
     # With `os.path`, because `Path` raises for a name that is too long.

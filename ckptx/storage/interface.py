@@ -297,7 +297,7 @@ class OutputTree(Protocol):
         """
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int | str, ...]:
-        """Write a file from blocks, and return its holder. Raises the errors of `open_output` and of `blocks`."""
+        """Write a file from blocks; return its device and inode. Raises the errors of `open_output` and of `blocks`."""
 
     def allocated_bytes(self) -> int:
         """Return the storage space that the files take so far, in bytes."""

@@ -1,7 +1,7 @@
 """Cached names and kinds of the entries of a directory.
 
 A listing also accepts paths in subdirectories (`is_file("model/.metadata")`), and lists a subdirectory only if it has
-to: a checkpoint next to a million other files or above a deep tree costs one directory.
+to: a checkpoint next to a million other files or above a deep tree costs the listing of one directory.
 """
 
 from __future__ import annotations
