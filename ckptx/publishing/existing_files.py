@@ -22,7 +22,7 @@ from ckptx.transfer.stream import TensorReader
 def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
     """Return the result that a copy would have, from files that were written before.
 
-    Reads all of the source, and all of the files as a loader reads them.
+    All of the source is read, and all of the files as a loader reads them.
 
     Args:
         target: The directory of the files.

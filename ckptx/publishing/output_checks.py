@@ -26,7 +26,7 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Refuse a target that is not absent or empty, or that a rename cannot replace.
+    """Refuse a target that exists and is not an empty directory, or that a rename cannot replace.
 
     Raises:
         OutputError: It is a file, a mount point, the current directory, or it is not empty and `overwrite` is not set.
@@ -98,16 +98,19 @@ def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
     resolved = Path(os.path.realpath(target))
     checked_directories: set[Path] = set()
     for file in files:
-        real = Path(os.path.realpath(file)).parent
-        if real in checked_directories:
+        directory = Path(os.path.realpath(file)).parent
+        if directory in checked_directories:
             continue
-        checked_directories.add(real)
-        cache = real.parent if real.name == "blobs" and (real.parent / "snapshots").is_dir() else None
-        directories = [real] if cache is None else [real, cache]
-        if any(_is_any_of(resolved, (home, *home.parents)) for home in directories) or (
+        checked_directories.add(directory)
+        is_in_cache = directory.name == "blobs" and (directory.parent / "snapshots").is_dir()
+        cache = directory.parent if is_in_cache else None
+        input_directories = [directory] if cache is None else [directory, cache]
+        if any(_is_any_of(resolved, (each, *each.parents)) for each in input_directories) or (
             cache is not None and _is_any_of(cache, (resolved, *resolved.parents))
         ):
-            raise OutputError(f"{target}: overlaps the input, because {file} is in {real}; choose a DST outside it")
+            raise OutputError(
+                f"{target}: overlaps the input, because {file} is in {directory}; choose a DST outside it"
+            )
 
 
 def _is_any_of(path: Path, others: Iterable[Path]) -> bool:

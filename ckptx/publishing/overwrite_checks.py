@@ -63,12 +63,12 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
     resolved = Path(os.path.realpath(target))
     if not resolved.is_dir() or not os.listdir(resolved):
         return
-    manifest = _read_digests(resolved)
+    digests = _read_digests(resolved)
     try:
         with ExitStack() as stack:
             directory = stack.enter_context(DirectoryHandle.open_path(resolved))
             backup_directory = None if backup is None else stack.enter_context(DirectoryHandle.open_path(backup))
-            unrelated = sorted(_iterate_unrelated_files(directory, manifest or {}, backup_directory))
+            unrelated = sorted(_iterate_unrelated_files(directory, digests or {}, backup_directory))
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
     if unrelated:
@@ -78,7 +78,7 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
             f"{target}: contains files that do not belong to a checkpoint: {listed}{more}; --overwrite would delete "
             "them; move them elsewhere, or choose another DST"
         )
-    if manifest is None and not _is_checkpoint(resolved):
+    if digests is None and not _is_checkpoint(resolved):
         raise OutputError(
             f"{target}: cannot be opened as a checkpoint and has no {MANIFEST}; --overwrite replaces only checkpoints; "
             "remove it yourself, or choose another DST"

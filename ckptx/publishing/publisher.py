@@ -1,7 +1,7 @@
 """The interface for publishing an output: claim the target, write, then publish atomically or discard.
 
     with CLAIM(target, overwrite=..., resume=...) as publisher:      refused while another run has claimed the target
-        resumed = publisher.begin(plan, resume)                      creates output and notes
+        resumed = publisher.begin(plan, resume)                      creates output and journal
         ...                                                          files are written into publisher.output
         publisher.publish(expected)                                  checked, durable, and visible atomically
 

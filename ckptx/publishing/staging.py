@@ -3,7 +3,7 @@
     parent/.NAME.ckptx-partial/lock         locked by flock during a run; without lock support, signed by the run
                                plan         plan of the output, which must be equal for a resumed run
                                aside        inode of the directory that an overwrite moves to parent/.NAME.ckptx-old
-                               journal/     finished blocks, one file per range of steps
+                               journal/     digests of finished tensors, one file per step range
                                tree/        becomes parent/NAME by one rename; its commit marker is written last
 
 A refused or failed run removes all of it. A killed one leaves it, and the next run resumes it or starts over. Programs
@@ -110,7 +110,7 @@ class Staging:
 
     def _acquire(self) -> None:
         """Open the staging directory, and lock it for this run."""
-        reason = OutputError(
+        last_error = OutputError(
             f"{self.root}: was removed by another process {_MAX_CLAIM_ATTEMPTS} times; wait for it and run again"
         )
         for _ in range(_MAX_CLAIM_ATTEMPTS):
@@ -119,7 +119,7 @@ class Staging:
             except OutputError as error:
                 if self._parent.stat(self.root.name) is not None:
                     raise
-                reason = error  # raised if the directory cannot be created at all
+                last_error = error  # raised if the directory cannot be created at all
                 continue  # another run may have just removed it
             try:
                 _refuse_foreign_directory(root)
@@ -136,7 +136,7 @@ class Staging:
                 root.close()
                 raise
             root.close()
-        raise reason
+        raise last_error
 
     def _try_lock(self, root: DirectoryHandle, lock: int) -> bool:
         """Lock the directory; return False if another run removed it after it was opened."""
