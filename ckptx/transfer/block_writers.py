@@ -8,7 +8,7 @@ from ckptx.catalog.entry import Frame
 from ckptx.transfer.columns import extract_columns
 from ckptx.transfer.digest import BlockHasher, TreeDigest, crc32
 from ckptx.transfer.grid import Grid
-from ckptx.transfer.output_file import OutFile
+from ckptx.transfer.output_file import FileWriter
 from ckptx.transfer.small_tensors import encode_crc
 
 _MIN_UNBUFFERED_NBYTES = 256 << 10  # from this length on, contiguous bytes are written with their own call
@@ -18,7 +18,7 @@ class BlockWriter:
     """Writer of a block, or of the share of it in one step range.
 
     Attributes:
-        out: Output file.
+        out: Writer of the output file.
         position: Position of the next byte in the file.
         remaining: Number of bytes still to write.
         offset_in_block: Number of bytes of the block before this share.
@@ -26,12 +26,13 @@ class BlockWriter:
         frame: Frame around the block; None for none.
         crc: CRC-32 of the bytes so far; 0 without a frame.
         hasher: Hash of the bytes so far; None with a frame, or if the block is the whole tensor, which has a digest.
+        is_hashed: True if the block has a journal entry of its own; False if it is the whole tensor.
     """
 
     __slots__ = ("crc", "frame", "hasher", "is_hashed", "nbytes", "offset_in_block", "out", "position", "remaining")
 
     def __init__(
-        self, out: OutFile, position: int, offset_in_block: int, nbytes: int, frame: Frame | None, is_hashed: bool
+        self, out: FileWriter, position: int, offset_in_block: int, nbytes: int, frame: Frame | None, is_hashed: bool
     ) -> None:
         self.out, self.position, self.offset_in_block, self.nbytes, self.frame = (
             out,
@@ -130,7 +131,7 @@ class TileSink:
         self._on_complete, self._grid, self._writers, self._buffer = on_complete, grid, writers, buffer
         self._tensor_remaining = grid.nbytes
         self._fill = 0
-        self._row = self._column = 0  # of the first byte in the tile
+        self._row = self._column = 0  # row and column of the first byte in the tile
         self._tile_nbytes = self._next_tile_nbytes()
 
     def _next_tile_nbytes(self) -> int:

@@ -18,7 +18,7 @@ from ckptx.transfer.stream import Sink, push
 _NUMPY_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
-# Bits of the largest magnitude of each dtype, and of infinity in it.
+# Unsigned integer dtype of the same width, mask that clears the sign bit, and bits of positive infinity.
 _MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
     "F64": (np.uint64, np.uint64((1 << 63) - 1), np.uint64(0x7FF << 52)),
     "F32": (np.uint32, np.uint32((1 << 31) - 1), np.uint32(0xFF << 23)),

@@ -28,7 +28,7 @@ def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, 
             out[position : position + width] = rows[begin : begin + width]
             position += width
     else:
-        _reorder().extract_columns(out, rows, pitch, column, width)
+        _load_strided_copy().extract_columns(out, rows, pitch, column, width)
 
 
 def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
@@ -41,11 +41,12 @@ def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryvie
             out[position : position + width] = rows[begin : begin + width]
             begin += pitch
     else:
-        _reorder().insert_columns(out, out_width, column, rows, pitch, width)
+        _load_strided_copy().insert_columns(out, out_width, column, rows, pitch, width)
 
 
 @cache
-def _reorder() -> ModuleType:
+def _load_strided_copy() -> ModuleType:
+    """Return the module `strided_copy`, imported on first use because it imports numpy."""
     from ckptx.transfer import strided_copy
 
     return strided_copy

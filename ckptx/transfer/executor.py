@@ -105,7 +105,24 @@ def execute(
 
 
 class CopyExecution:
-    """One execution of a plan, with its queue, threads and results."""
+    """One execution of a plan, with its queue, threads and results.
+
+    Attributes:
+        plan: Copy plan.
+        source: Files of the source.
+        tree: Directory of the target files.
+        resumed: True if files and journals of an interrupted run may exist.
+        files: Indices in the plan of the files to write, sorted.
+        queue: Step ranges that no worker has taken yet.
+        workers: Number of threads.
+        memory_per_worker: Memory for I/O buffers of one worker, in bytes.
+        result: Result, complete after `run`.
+        file_digests: Digests of each target file, by index in the plan.
+        target_files: Open target files, by index in the plan.
+        errors: Exceptions of the workers; `run` raises the first.
+        stop_event: Set when a worker failed or the run is interrupted.
+        bytes_written: Number of bytes written by each worker.
+    """
 
     def __init__(
         self,
@@ -119,7 +136,7 @@ class CopyExecution:
         groups: Collection[int] | None,
     ) -> None:
         self.plan, self.source, self.tree, self.resumed = plan, source, tree, resumed
-        step_ranges = [run for run in plan.step_ranges() if groups is None or run.group in groups]
+        step_ranges = [each for each in plan.step_ranges() if groups is None or each.group in groups]
         indices = range(len(plan.groups)) if groups is None else groups
         self.files = sorted(index for group in indices for index in plan.groups[group].files)
         self.queue = deque(step_ranges)

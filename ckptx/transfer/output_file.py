@@ -1,4 +1,4 @@
-"""Output file that is written front to back through one buffer and digested on the way."""
+"""Writer of an output file, which is written front to back through one buffer and digested on the way."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class FileDigests:
         ]
 
 
-class OutFile:
-    """Range of a target file that one worker writes.
+class FileWriter:
+    """Writer of the range of a target file that one worker writes.
 
     The buffer is written with one call when it ends at a multiple of its size, so that writes are aligned as long as
     the worker writes front to back; it may also seek, for two blocks of one tensor in the same file.

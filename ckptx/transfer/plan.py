@@ -2,11 +2,11 @@
 
 Files that hold parts of the same tensors are written together, as a group, so that a byte of the source is read once:
 
-    source          group of one stage, tp 2            a step copies one tensor into the
-    +-------+       rank 0      rank 1                  files of a group; a run is the part
-    | q     |  ->   q[:n/2]     q[n/2:]                 that one worker copies in one pass:
-    | o     |  ->   o[:, :n/2]  o[:, n/2:]              consecutive steps, or some rows of
-    +-------+                                           a single large tensor
+    source          group of one stage, tp 2            a step copies one tensor into the files
+    +-------+       rank 0      rank 1                  of a group; a step range is the part that
+    | q     |  ->   q[:n/2]     q[n/2:]                 one worker copies in one pass: consecutive
+    | o     |  ->   o[:, :n/2]  o[:, n/2:]              steps, or some rows of a single large
+    +-------+                                           tensor
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _split_dim0(step: CopyStep) -> Iterator[tuple[int, int]]:
     if not shape or row_bits % 8:
         return
     row_bytes = row_bits // 8
-    leaf_rows = digest.LEAF_NBYTES // gcd(row_bytes, digest.LEAF_NBYTES)  # rows
-    count = leaf_rows * max(1, STEP_RANGE_NBYTES // (leaf_rows * row_bytes))
-    for begin in range(0, shape[0], count):
-        yield begin, min(begin + count, shape[0])
+    leaf_rows = digest.LEAF_NBYTES // gcd(row_bytes, digest.LEAF_NBYTES)  # the fewest rows that fill whole leaves
+    rows_per_range = leaf_rows * max(1, STEP_RANGE_NBYTES // (leaf_rows * row_bytes))
+    for begin in range(0, shape[0], rows_per_range):
+        yield begin, min(begin + rows_per_range, shape[0])

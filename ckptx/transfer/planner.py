@@ -42,8 +42,8 @@ def plan_copy(
     prologues = prologues or {}
     steps = [CopyStep(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
     steps += [
-        CopyStep(_convert_to_tensor(place), _convert_to_tensor(source.objects[source_names[place.name]]), False)
-        for place in target.objects.values()
+        CopyStep(_convert_to_tensor(entry), _convert_to_tensor(source.objects[source_names[entry.name]]), False)
+        for entry in target.objects.values()
     ]
     coverage_check = _CoverageCheck()
     for step in steps:

@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Frame, ShardedChunks, TensorEntry
 from ckptx.transfer.columns import extract_columns
 from ckptx.transfer.digest import block_hash, crc32, leaf_digest
 from ckptx.transfer.grid import Grid
-from ckptx.transfer.output_file import OutFile
+from ckptx.transfer.output_file import FileWriter
 from ckptx.transfer.stream import TensorReader
 
 HASH_NBYTES = 8  # bytes per block in the journal
@@ -54,7 +54,7 @@ class CopiedTensor(NamedTuple):
 
     leaf: bytes
     block_hashes: bytes
-    block_ends: list[tuple[OutFile, int]]
+    block_ends: list[tuple[FileWriter, int]]
 
 
 def build_small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSharding:
@@ -69,7 +69,7 @@ def build_small_sharding(grid: Grid, frames: Sequence[Frame | None]) -> SmallSha
             begin, end, pitch, column = cell.top * row_nbytes, cell.bottom * row_nbytes, row_nbytes, cell.left
         width = cell.right - cell.left
         blocks.append(_ColumnBlock(begin, end, pitch, column, width, frame, cell.nbytes, cell.nbytes + frame_nbytes))
-    return SmallSharding(tuple(blocks), grid.nbytes, max(strip.nbytes_with_frame for strip in blocks))
+    return SmallSharding(tuple(blocks), grid.nbytes, max(block.nbytes_with_frame for block in blocks))
 
 
 class SmallTensorCopier:
@@ -79,18 +79,23 @@ class SmallTensorCopier:
         self,
         reader: TensorReader,
         tile: memoryview,
-        out_files: dict[str, OutFile],
-        open_out_file: Callable[[str, int], OutFile],
+        file_writers: dict[str, FileWriter],
+        open_file_writer: Callable[[str, int], FileWriter],
     ) -> None:
         """Store the arguments.
 
         Args:
             reader: Reader of the source.
             tile: Memory for one tensor.
-            out_files: Open output files by name.
-            open_out_file: Function that opens an output file at a position.
+            file_writers: Writers of the output files by name.
+            open_file_writer: Function that returns the writer of an output file, positioned at an offset in bytes.
         """
-        self._reader, self._tile, self._out_files, self._open_out_file = reader, tile, out_files, open_out_file
+        self._reader, self._tile, self._file_writers, self._open_file_writer = (
+            reader,
+            tile,
+            file_writers,
+            open_file_writer,
+        )
 
     def copy(
         self, target: TensorEntry, source: TensorEntry, sharding: SmallSharding, is_whole: bool
@@ -101,7 +106,7 @@ class SmallTensorCopier:
         tile = self._tile[: sharding.nbytes]
         if not self._reader.read_tensor(source, tile):
             return None
-        out_files, block_ends, block_hashes = self._out_files, [], []
+        file_writers, block_ends, block_hashes = self._file_writers, [], []
         chunks = target.chunks
         if type(chunks) is ShardedChunks:
             files, offsets = chunks.files, chunks.offsets
@@ -109,12 +114,12 @@ class SmallTensorCopier:
             files, offsets = tuple([chunk.file for chunk in chunks]), array("q", [chunk.offset for chunk in chunks])
         for block, name, offset in zip(sharding.blocks, files, offsets, strict=True):
             begin, end, pitch, column, width, frame, nbytes, nbytes_with_frame = block
-            out_file = out_files.get(name)
-            if out_file is None:
-                out_file = self._open_out_file(name, offset)
-            elif out_file.position + out_file.buffered != offset:
-                out_file.seek(offset)
-            output = out_file.reserve(nbytes_with_frame)
+            file_writer = file_writers.get(name)
+            if file_writer is None:
+                file_writer = self._open_file_writer(name, offset)
+            elif file_writer.position + file_writer.buffered != offset:
+                file_writer.seek(offset)
+            output = file_writer.reserve(nbytes_with_frame)
             if frame is None:
                 extract_columns(output, tile[begin:end], pitch, column, width)
                 block_hashes.append(block_hash(output))
@@ -126,16 +131,16 @@ class SmallTensorCopier:
                 crc = crc32(view)
                 output[head + nbytes :] = frame.build_tail(crc)
                 block_hashes.append(encode_crc(crc))
-            out_file.advance(nbytes_with_frame)
-            block_ends.append((out_file, offset + nbytes_with_frame))
+            file_writer.advance(nbytes_with_frame)
+            block_ends.append((file_writer, offset + nbytes_with_frame))
         return CopiedTensor(leaf_digest(tile), b"".join(block_hashes), block_ends)
 
     def _copy_whole(self, target: TensorEntry, source: TensorEntry, sharding: SmallSharding) -> CopiedTensor | None:
         """Read the tensor directly into the buffer of its file."""
         (block,), (file, offset) = sharding.blocks, target.position
         frame = block.frame
-        out_file = self._open_out_file(file, offset)
-        output = out_file.reserve(block.nbytes_with_frame)
+        file_writer = self._open_file_writer(file, offset)
+        output = file_writer.reserve(block.nbytes_with_frame)
         head = 0 if frame is None else len(frame.head)
         view = output[head : head + block.nbytes]
         if not self._reader.read_tensor(source, view):
@@ -144,5 +149,5 @@ class SmallTensorCopier:
             output[:head] = frame.head
             output[head + block.nbytes :] = frame.build_tail(crc32(view))
         leaf = leaf_digest(view)
-        out_file.advance(block.nbytes_with_frame)
-        return CopiedTensor(leaf, b"", [(out_file, offset + block.nbytes_with_frame)])
+        file_writer.advance(block.nbytes_with_frame)
+        return CopiedTensor(leaf, b"", [(file_writer, offset + block.nbytes_with_frame)])

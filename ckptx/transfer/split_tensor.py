@@ -27,7 +27,13 @@ class RecordPart(NamedTuple):
 
 
 class SplitTensor:
-    """Digests of the blocks of one tensor, and CRC-32s of parts of its target blocks and source records."""
+    """Checksums of one tensor that several workers copy, collected from the share of each.
+
+    Attributes:
+        leaves: Index of the leaf in the tensor -> its digest.
+        blocks: Index of the target block -> CRC-32 of each part of it.
+        records: File and record of the source -> CRC-32 of each part of it.
+    """
 
     def __init__(self, shares: int) -> None:
         self._remaining_shares = shares

@@ -23,7 +23,7 @@ from ckptx.transfer.block_writers import BlockWriter, DirectSink, TileSink
 from ckptx.transfer.digest import BlockHasher, TreeDigest, crc32, leaf_digest, tree_digest
 from ckptx.transfer.digest_sink import DigestSink, stream_cast
 from ckptx.transfer.grid import Grid, build_grid
-from ckptx.transfer.output_file import FileDigests, OutFile
+from ckptx.transfer.output_file import FileDigests, FileWriter
 from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTensor
 from ckptx.transfer.plan import CopyPlan, CopyStep, StepRange
 from ckptx.transfer.small_tensors import HASH_NBYTES, SmallSharding, SmallTensorCopier, build_small_sharding, encode_crc
@@ -53,7 +53,7 @@ class CopyContext:
         tree: Directory of the target files.
         journal: Directory of the journals of finished tensors.
         resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
-        split_tensors: (group, step) of a large tensor -> results of the passes that copy parts of it.
+        split_tensors: (group, step) of a large tensor -> shared results of the step ranges that copy parts of it.
         files: Target files by index in the plan.
         file_digests: Partial digests of target files by index in the plan.
         digests: Digest of each finished tensor by target name, in hex.
@@ -102,10 +102,10 @@ class _StepSharding(NamedTuple):
     small: SmallSharding | None
 
 
-def _is_buffered(block_ends: list[tuple[OutFile, int]]) -> bool:
+def _is_buffered(block_ends: list[tuple[FileWriter, int]]) -> bool:
     """Return True if a block that ends at one of these positions is not written yet."""
-    for out_file, end in block_ends:  # noqa: SIM110 (any() takes three times as long)
-        if out_file.position < end and out_file.buffered:
+    for file_writer, end in block_ends:  # noqa: SIM110 (any() takes three times as long)
+        if file_writer.position < end and file_writer.buffered:
             return True
     return False
 
@@ -135,14 +135,16 @@ class StepRangeCopier:
             and self._buffer_nbytes * len(self._group.files) > _GROUP_BUFFERS_NBYTES
         ):
             self._buffer_nbytes //= 2
-        self._out_files: dict[str, OutFile] = {}
-        self._small_tensor_copier = SmallTensorCopier(reader, buffers.get(0), self._out_files, self._open_out_file)
+        self._file_writers: dict[str, FileWriter] = {}
+        self._small_tensor_copier = SmallTensorCopier(
+            reader, buffers.get(0), self._file_writers, self._open_file_writer
+        )
         self._shardings: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
         self._ids = ObjectIds()
         self._split_tensor = (
             context.split_tensors[step_range.group, step_range.first] if step_range.dim0_range is not None else None
         )
-        self._unjournaled: deque[tuple[list[tuple[OutFile, int]], bytes]] = deque()  # (file, end) of blocks, digests
+        self._unjournaled: deque[tuple[list[tuple[FileWriter, int]], bytes]] = deque()  # (file, end) of blocks, digests
         suffix = "" if step_range.dim0_range is None else f"-{step_range.dim0_range[0]}"
         self._journal_name = f"{step_range.group:05d}-{step_range.first:07d}{suffix}"
 
@@ -162,8 +164,8 @@ class StepRangeCopier:
                 self._write_prologues(fresh=not finished_count)
             for step in steps[finished_count:]:
                 self._copy_step(step)
-            for out_file in self._out_files.values():
-                out_file.suspend()
+            for file_writer in self._file_writers.values():
+                file_writer.suspend()
             self._write_journal()
         finally:
             self._journal.close()
@@ -173,15 +175,15 @@ class StepRangeCopier:
     def _target_file(self, name: str) -> OutputFile:
         return self._context.files[self._group.files[self._index_in_group[name]]]
 
-    def _open_out_file(self, name: str, position: int) -> OutFile:
-        """Return the output file of a name, positioned at `position` in bytes; open it on first use."""
-        out_file = self._out_files.get(name)
-        if out_file is not None:
-            out_file.seek(position)
-            return out_file
+    def _open_file_writer(self, name: str, position: int) -> FileWriter:
+        """Return the writer of an output file, positioned at `position` in bytes; created on first use."""
+        file_writer = self._file_writers.get(name)
+        if file_writer is not None:
+            file_writer.seek(position)
+            return file_writer
         number = self._index_in_group[name]
         file = self._group.files[number]
-        out_file = self._out_files[name] = OutFile(
+        file_writer = self._file_writers[name] = FileWriter(
             self._context.files[file],
             self._plan.files[file].nbytes,
             self._buffers.get(number + 1)[: self._buffer_nbytes],
@@ -189,7 +191,7 @@ class StepRangeCopier:
             self._on_write,
             position,
         )
-        return out_file
+        return file_writer
 
     def _on_write(self, nbytes: int) -> None:
         if self._context.stop_event.is_set():
@@ -202,13 +204,14 @@ class StepRangeCopier:
         for file in self._group.files:
             name, prologue = self._plan.files[file].name, self._plan.files[file].prologue
             if prologue and fresh:
-                self._open_out_file(name, 0).write(prologue)
+                self._open_file_writer(name, 0).write(prologue)
             elif prologue:
                 self._context.files[file].write(prologue, 0)
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def _find_sharding(self, step: CopyStep) -> _StepSharding:
+        """Return the sharding of the target tensor of a step, cached by its blocks, dtype and shape."""
         chunks = step.target.chunks
         blocks = chunks.blocks if type(chunks) is ShardedChunks else None
         if blocks is None and len(chunks) > 1:
@@ -224,8 +227,8 @@ class StepRangeCopier:
 
     def _make_sharding(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
         dtype, shape = step.target.dtype, step.target.shape
-        frame_of = self._plan.build_frame if step.has_frame else None
-        frames = tuple([frame_of(dtype, region.sizes) if frame_of else None for region in regions])
+        build_frame = self._plan.build_frame if step.has_frame else None
+        frames = tuple([build_frame(dtype, region.sizes) if build_frame else None for region in regions])
         sizes = tuple([dtype.nbytes(region.numel) for region in regions])
         is_whole = len(regions) == 1 and regions[0].sizes == shape
         grid = build_grid(dtype, shape, regions)
@@ -262,7 +265,7 @@ class StepRangeCopier:
         self._finish(step, sharding, writers, sink.digest, record_parts)
 
     def _stream(self, step: CopyStep, grid: Grid, sink: Sink, record_parts: list[RecordPart] | None) -> OverflowCounts:
-        """Read and cast the share of a tensor in this step range; return how many elements overflowed."""
+        """Read and cast the share of a tensor in this step range; return the overflows and underflows of the cast."""
         counts = OverflowCounts()
         if grid.nbytes:
             stream_cast(
@@ -284,11 +287,11 @@ class StepRangeCopier:
             name, offset = positions[cell.block]
             frame, nbytes = sharding.frames[cell.block], cell.nbytes
             position = offset + (len(frame.head) if frame is not None else 0) + cell.offset_in_block
-            out_file = self._open_out_file(name, position if cell.offset_in_block else offset)
+            file_writer = self._open_file_writer(name, position if cell.offset_in_block else offset)
             if frame is not None and not cell.offset_in_block:
-                out_file.write(frame.head)
+                file_writer.write(frame.head)
             writer = writers[cell.block] = BlockWriter(
-                out_file, position, cell.offset_in_block, nbytes, frame, not sharding.is_whole
+                file_writer, position, cell.offset_in_block, nbytes, frame, not sharding.is_whole
             )
             if not nbytes:
                 self.finish_block(writer)
@@ -375,10 +378,10 @@ class StepRangeCopier:
             self._journal_position += len(entries)
 
     def _count_finished_steps(self, steps: tuple[CopyStep, ...]) -> tuple[int, int]:
-        """Return the number of steps that an interrupted run finished and that still match their digests and the
-        source, and the position at which the journal continues.
+        """Return the number of steps that need not be copied again, and the position at which the journal continues.
 
-        The source is read again for this, because names, sizes and times do not show whether it was rewritten in place.
+        An interrupted run finished these steps, and they still match their digests in the journal and the source. The
+        source is read again for this, because names, sizes and times do not show whether it was rewritten in place.
         """
         journal = self._journal.read(min(self._journal.size, _MAX_JOURNAL_NBYTES), 0)
         position = 0

@@ -56,9 +56,9 @@ class _FrameBuffers(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Frame) -> _FrameBuffers:
-        before, after_crc = frame.tail_around_crc
-        first, after = bytearray(len(frame.head)), bytearray(len(before) + 4 + len(after_crc))
-        return cls(frame.head, before, after_crc, first, after, len(first) + len(after))
+        before_crc, after_crc = frame.tail_around_crc
+        head_buffer, tail_buffer = bytearray(len(frame.head)), bytearray(len(before_crc) + 4 + len(after_crc))
+        return cls(frame.head, before_crc, after_crc, head_buffer, tail_buffer, len(head_buffer) + len(tail_buffer))
 
 
 class _ArchiveSlot(NamedTuple):
@@ -218,11 +218,11 @@ class TensorReader:
         return slots
 
     def _find_frame_buffers(
-        self, frame_of: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape
+        self, build_frame: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape
     ) -> _FrameBuffers:
         buffers = self._frames.get((dtype, sizes))
         if buffers is None:
-            buffers = self._frames[dtype, sizes] = _FrameBuffers.from_frame(frame_of(dtype, sizes))
+            buffers = self._frames[dtype, sizes] = _FrameBuffers.from_frame(build_frame(dtype, sizes))
         return buffers
 
     def _read_archive(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, digest_bytes
-from ckptx.transfer.output_file import FileDigests, OutFile
+from ckptx.transfer.output_file import FileDigests, FileWriter
 
 LEAF, BUFFER = 64, 16
 
@@ -27,7 +27,7 @@ def opened(root: Path) -> OpenFile:
     return OpenFile(os.open(root / "file", os.O_RDWR | os.O_CREAT | os.O_TRUNC), root / "file")
 
 
-def write(out: OutFile, data: bytes) -> None:
+def write(out: FileWriter, data: bytes) -> None:
     """Through the buffer, as a pass does it."""
     at = 0
     while at < len(data):
@@ -66,7 +66,7 @@ def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObj
             else:
                 if passes and data.draw(st.booleans()):  # else it goes on at the same time as the next
                     passes[-1].suspend()
-                out = OutFile(file, nbytes, memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
+                out = FileWriter(file, nbytes, memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
                 passes.append(out)
             middle = data.draw(st.integers(begin, end))  # what lies before it goes through the buffer
             write(out, payload[begin:middle])
@@ -86,7 +86,7 @@ def test_a_pass_that_goes_on_where_another_ended_reads_nothing_back(tmp_path: Pa
     payload, digests = os.urandom(3 * LEAF), FileDigests()
     with opened(tmp_path) as file:
         for begin, end in ((0, 40), (40, 100), (100, 3 * LEAF)):
-            out = OutFile(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
+            out = FileWriter(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, begin)
             write(out, payload[begin:end])
             out.suspend()
     assert finished(digests, payload) == 0
@@ -95,8 +95,8 @@ def test_a_pass_that_goes_on_where_another_ended_reads_nothing_back(tmp_path: Pa
 def test_of_a_block_whose_begin_came_by_only_the_rest_is_read_back(tmp_path: Path) -> None:
     payload, digests = os.urandom(2 * LEAF), FileDigests()
     with opened(tmp_path) as file:
-        later = OutFile(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, 40)
-        first = OutFile(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, 0)
+        later = FileWriter(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, 40)
+        first = FileWriter(file, len(payload), memoryview(bytearray(BUFFER)), digests, lambda _: None, 0)
         write(later, payload[40:])
         write(first, payload[:40])
         later.suspend()
