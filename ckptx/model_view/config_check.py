@@ -1,6 +1,6 @@
 """Check that the tensors of a checkpoint match its config: names, layers and shapes.
 
-It detects a wrong ``--base``, a model that lacks its last layers, and shards of tensors that were renamed to look
+It detects a wrong `--base`, a model that lacks its last layers, and shards of tensors that were renamed to look
 whole, all of which a plain copy of bytes would accept. A tensor that the class does not have is a mismatch if it lies
 in a module of the class; `ckptx.architecture.extra_tensors` lists the kinds that are allowed, and tensors outside of
 all modules pass through with a note.
@@ -91,7 +91,7 @@ class ConfigMatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `config_check` entry of the report."""
-        mismatches = [misfit._asdict() for misfit in self.mismatches]
+        mismatches = [each._asdict() for each in self.mismatches]
         return {
             "checked": self.checked,
             "unchecked": self.unchecked,
@@ -266,15 +266,15 @@ class _LayerList(NamedTuple):
     present_layers: list[int]
 
     @classmethod
-    def of(cls, total: int, indices: set[int]) -> _LayerList:
-        return cls(total, sorted(index for index in indices if index < total))
+    def of(cls, layer_count: int, indices: set[int]) -> _LayerList:
+        return cls(layer_count, sorted(index for index in indices if index < layer_count))
 
 
 def _missing_layers(lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
     for path, layers in sorted(lists.items()):
-        others = set(layers.present_layers)
+        present = set(layers.present_layers)
         for index in range(layers.layer_count):
-            if index not in others:
+            if index not in present:
                 yield Mismatch(
                     f"{path}.{index}", "nothing", f"one of {counted(layers.layer_count, 'layer')} by config.json"
                 )
@@ -340,14 +340,14 @@ class _ConfigMatcher:
             if destination is None:
                 self._unknown_modules |= self._module_names(name)
         mismatches = [
-            found
+            mismatch
             for name, destination in destinations.items()
-            if (found := self._check(name, destination, tensors[name]))
+            if (mismatch := self._check(name, destination, tensors[name]))
         ]
         surplus_layers = self._surplus_layers(destinations)
         mismatches = [
             each for each in mismatches if each.name not in surplus_layers
-        ]  # of layers that the model does not have
+        ]  # surplus layers are reported once per layer below
         mismatches += _foreign_tensors(self.extras.by_name, surplus_layers, self.architecture.class_name)
         mismatches += _surplus_mismatches(surplus_layers, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
@@ -372,7 +372,7 @@ class _ConfigMatcher:
         weight = self.rules.model_name(f"{module}.weight")
         return {module, weight.rpartition(".")[0]} if weight is not None else {module}
 
-    # -- what is there
+    # -- tensors that are present
 
     def _check(self, name: str, destination: Destination | str | None, entry: TensorEntry) -> Mismatch | None:
         if destination is None:
@@ -434,7 +434,7 @@ class _ConfigMatcher:
             )
 
     def _check_shape(
-        self, name: str, entry: TensorEntry, key: tuple[object, ...], expected_shapes: Any
+        self, name: str, entry: TensorEntry, key: tuple[object, ...], find_expected_shapes: Any
     ) -> Mismatch | None:
         """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes."""
         if not entry.dtype.is_castable or (self._unknown_modules and name.rpartition(".")[0] in self._unknown_modules):
@@ -443,7 +443,7 @@ class _ConfigMatcher:
         cache_key = (*key, entry.shape)
         result = self._shape_matches.get(cache_key)
         if result is None:
-            result = self._shape_matches[cache_key] = _match_shape(entry.shape, expected_shapes())
+            result = self._shape_matches[cache_key] = _match_shape(entry.shape, find_expected_shapes())
         if result is True:
             return None
         if result is False:
@@ -486,10 +486,10 @@ class _ConfigMatcher:
             shape = self._limit_merged_dims(tuple(size for size in shapes[0] if size is not None), conversion)
             entries.append([TensorEntry(pattern, _U8, shape, (Chunk(full_region(shape), "", 0, prod(shape)),))])
         try:
-            made = convert(conversion.inverse, entries, [None] * len(conversion.sources))
+            disk_entries = convert(conversion.inverse, entries, [None] * len(conversion.sources))
         except CkptxError:  # sizes do not divide, or an operation is unsupported, so that no shapes follow
             return None
-        return [[entry.shape for entry in column] for column in made]
+        return [[entry.shape for entry in column] for column in disk_entries]
 
     def _limit_merged_dims(self, shape: Shape, conversion: Conversion) -> Shape:
         """Return the shape with merged dims limited to a size that still shows that tensors are missing."""
@@ -499,7 +499,7 @@ class _ConfigMatcher:
                 sizes[op.dim] = min(sizes[op.dim], self._tensor_count + 1)
         return tuple(sizes)
 
-    # -- what is missing, and what is too much
+    # -- missing and surplus tensors
 
     def _missing_tensors(self, is_base: bool, layer_lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
         """Yield the required tensors that are missing in layers that have other tensors."""
@@ -602,7 +602,7 @@ def _match_shape(shape: Shape, expected_shapes: tuple[Sizes, ...] | None) -> Siz
     ):
         return False
     for each in expected_shapes:
-        if len(each) == len(shape) and all(size in (None, have) for size, have in zip(each, shape, strict=True)):
+        if len(each) == len(shape) and all(size in (None, actual) for size, actual in zip(each, shape, strict=True)):
             return True
     return expected_shapes[0]
 

@@ -134,8 +134,8 @@ def _sample_digests(reader: TensorReader, entry: TensorEntry) -> Iterator[bytes]
     if not entry.shape:
         yield _digest(reader, entry, full_region(entry.shape))
         return
-    rows, row = entry.shape[0], max(1, entry.nbytes // entry.shape[0])
-    count = min(rows, max(1, _SAMPLE_BYTES // row))
+    rows, row_nbytes = entry.shape[0], max(1, entry.nbytes // entry.shape[0])
+    count = min(rows, max(1, _SAMPLE_BYTES // row_nbytes))
     for first in (0, (rows - count) // 2, rows - count):
         rest = [0] * (len(entry.shape) - 1)
         yield _digest(reader, entry, Region((first, *rest), (count, *entry.shape[1:])))
@@ -152,10 +152,10 @@ def _digest(reader: TensorReader, entry: TensorEntry, region: Region) -> bytes:
 
 def find_aliases(catalog: Catalog) -> dict[str, str]:
     """Map each name that shares bytes to the first name in the catalog with these bytes."""
-    first: dict[object, str] = {}
+    name_by_position: dict[object, str] = {}
     aliases = {}
     for name, entry in catalog.tensors.items():
-        stored = first.setdefault(entry.position, name) if entry.numel else name
-        if stored != name and entry.chunks == catalog.tensors[stored].chunks:
-            aliases[name] = stored
+        first_name = name_by_position.setdefault(entry.position, name) if entry.numel else name
+        if first_name != name and entry.chunks == catalog.tensors[first_name].chunks:
+            aliases[name] = first_name
     return aliases

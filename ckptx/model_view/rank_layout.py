@@ -144,7 +144,7 @@ class Layout:
         )
 
     def balance(self) -> dict[str, Any] | None:
-        """Return mean, maximum and minimum bytes per holder, with the ranks of the latter; None without bytes."""
+        """Return mean, maximum and minimum bytes per holder, and the ranks of both extremes; None without bytes."""
         if not any(holder.nbytes for holder in self.holders):
             return None
         mean = sum(holder.nbytes for holder in self.holders) / len(self.holders)
@@ -167,10 +167,10 @@ class Layout:
 
 def rank_of(file: str) -> int | None:
     """Return the rank in a file name; None if it has none."""
-    found = _RANK_FILE.fullmatch(file)
-    if found is None:
+    match = _RANK_FILE.fullmatch(file)
+    if match is None:
         return None
-    return int(found[1]) if found[1] else int(found[2]) - 1
+    return int(match[1]) if match[1] else int(match[2]) - 1
 
 
 def layer_of(name: str) -> Layer | None:
@@ -179,8 +179,8 @@ def layer_of(name: str) -> Layer | None:
     Example:
         model.layers.3.mlp.experts.5.up_proj.weight -> ("model.layers", 3)
     """
-    found = _LAYER.match(name)
-    return None if found is None else (found[1], int(found[2]))
+    match = _LAYER.match(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def layer_spans(layers: Iterable[Layer]) -> list[LayerSpan]:
@@ -206,7 +206,7 @@ def format_layer_spans(layer_ranges: Sequence[tuple[str, int, int]]) -> str:
 def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
     """Return the nonempty rectangles of a sharding with their holders, replicas last."""
     holders_by_region: dict[tuple[int, Region], list[int]] = {}
-    for shard in sorted(sharding.shards, key=lambda piece: piece.replica):
+    for shard in sorted(sharding.shards, key=lambda shard: shard.replica):
         if shard.region.numel:
             holders_by_region.setdefault(salted_key(shard.region), []).append(shard.holder)
     return [(region, holders) for (_, region), holders in holders_by_region.items()]
@@ -303,7 +303,7 @@ def _make_holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Hol
 
 def _add_totals(holders: list[Holder], sharding: Sharding, first: int, dtype: DType, total: _Totals) -> None:
     for index, shards in groupby(
-        sorted(sharding.shards, key=lambda piece: piece.holder), key=lambda piece: piece.holder
+        sorted(sharding.shards, key=lambda shard: shard.holder), key=lambda shard: shard.holder
     ):
         holder = holders[first + index]
         holder.tensors += total.tensors
@@ -372,10 +372,10 @@ class _ShardingTable:
             for block, file in zip(chunks.blocks, chunks.files, strict=True):
                 yield Shard(holder_of[file], block.region, block.is_replica)
             return
-        for replica, found in ((False, chunks), (True, entry.replicas)):
-            for chunk in found:
+        for is_replica, stored_chunks in ((False, chunks), (True, entry.replicas)):
+            for chunk in stored_chunks:
                 self.files.add(chunk.file)
-                yield Shard(holder_of[chunk.file], chunk.region, replica)
+                yield Shard(holder_of[chunk.file], chunk.region, is_replica)
 
 
 def _infer_stages(holders: list[Holder]) -> None:
@@ -383,6 +383,7 @@ def _infer_stages(holders: list[Holder]) -> None:
     parent = list(range(len(holders)))
 
     def root(index: int) -> int:
+        """Return the first holder of the set that a holder was merged into (union-find with path halving)."""
         while parent[index] != index:
             parent[index] = index = parent[parent[index]]
         return index

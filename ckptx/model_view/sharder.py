@@ -216,7 +216,7 @@ class _Decisions:
         }
         self._known: dict[tuple[object, ...], PlacementDecision] = {}
         self._target_decisions: dict[str, PlacementDecision] = {}
-        self._expert_decisions: dict[tuple[str, Shape], PlacementDecision] = {}
+        self._disk_form_decisions: dict[tuple[str, Shape], PlacementDecision] = {}
         self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
 
     def model_name(self, name: str) -> str | None:
@@ -266,7 +266,7 @@ class _Decisions:
         assert self._pull_back is not None
         shape = self._shapes[name]
         key = (pattern_of(name), shape)
-        known = self._expert_decisions.get(key)
+        known = self._disk_form_decisions.get(key)
         if known is not None:
             return known
         decision = self._derive_decision(name, shape)
@@ -276,7 +276,7 @@ class _Decisions:
             dim = target.placement.dim if target is not None and target.placement is not None else None
             ops = self._rules.conversions[destination.conversion].ops
             if not any(op.kind in ("merge", "unmerge") and op.dim == dim for op in ops):
-                self._expert_decisions[key] = (
+                self._disk_form_decisions[key] = (
                     decision  # tensors of a module list have the same shards, except along the list
                 )
         return decision
