@@ -62,7 +62,7 @@ def widening_edits(config: Mapping[str, Any], floats: Collection[str]) -> list[d
 
 
 def is_exact_in(dtype: str, config_dtype: str) -> bool:
-    """Return True if the dtype of a config represents every value of `dtype` (safetensors name)."""
+    """Return True if the dtype of a config represents every value of `dtype` (safetensors name), or is unknown."""
     return config_dtype not in _EXACT_DTYPES or dtype in _EXACT_DTYPES[config_dtype]
 
 

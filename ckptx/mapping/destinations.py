@@ -69,6 +69,9 @@ def add_scale_destinations(
         find_destination: Function that returns the destination of a weight, which need not be in the checkpoint.
         name_at: Function that returns the name at a destination of a conversion without ops.
         is_possible: Function that returns False for a pattern of weights without destination, whatever their indices.
+
+    Returns:
+        The same `destinations`, changed in place, and the runs that cannot be converted.
     """
     resolved = ResolvedNames(destinations, set())
     renamed_scales = []
@@ -109,7 +112,7 @@ def _changes_tensors(conversion: Conversion) -> bool:
 
 
 def target_name_at(conversions: Sequence[Conversion], destination: Destination) -> str:
-    """Return the target name of a destination, the first if its column has none of its own."""
+    """Return the target name of a destination; that of the first target if there are fewer targets than sources."""
     targets = conversions[destination.conversion].targets
     return run_name(
         targets[destination.pattern_index if destination.pattern_index < len(targets) else 0],

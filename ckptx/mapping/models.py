@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from ckptx.mapping.names import LEGACY_LEAVES, Roles, is_state_prefix, is_trainer_state, pattern_of
 
-_MAX_PREFIX_COMPONENTS = 3  # of a prefix, if the architecture is unknown
+# For an unknown architecture: components of a prefix, and names under it without which it is no model.
+_MAX_PREFIX_COMPONENTS = 3
+_MIN_NAMES_WITHOUT_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ def find_repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
             names_by_prefix.setdefault("".join(f"{part}." for part in parts[:depth]), set()).add((rest, count))
     prefixes_by_names: dict[frozenset[tuple[str, int]], list[str]] = {}
     for prefix, rests in names_by_prefix.items():
-        if len(rests) > 1 and (len(rests) > _MAX_PREFIX_COMPONENTS or any("*" in rest for rest, _ in rests)):
+        if len(rests) > 1 and (len(rests) >= _MIN_NAMES_WITHOUT_LAYERS or any("*" in rest for rest, _ in rests)):
             prefixes_by_names.setdefault(frozenset(rests), []).append(prefix)
     repeated = [(len(rests), prefixes) for rests, prefixes in prefixes_by_names.items() if len(prefixes) > 1]
     return tuple(sorted(max(repeated)[1])) if repeated else ()

@@ -91,7 +91,7 @@ def fill_pattern(pattern: str, indices: Sequence[int]) -> str:
     """Return the name that a pattern gives with these indices for its stars.
 
     Example:
-        >>> fill("model.layers.*.mlp.experts.*.up_proj.weight", (3, 17))
+        >>> fill_pattern("model.layers.*.mlp.experts.*.up_proj.weight", (3, 17))
         'model.layers.3.mlp.experts.17.up_proj.weight'
     """
     assert pattern.count("*") == len(indices), (pattern, indices)

@@ -167,8 +167,8 @@ def _find_ambiguous_names(short_names: Mapping[str, str], patterns: frozenset[st
         found.update(each)
     for short, each in collisions.items() if modules else ():
         parts = short.split(".")
-        runs = (".".join(parts[i:j]) for i in range(1, len(parts)) for j in range(i + 1, len(parts)))
-        if any(run in modules for run in runs):
+        spans = (".".join(parts[i:j]) for i in range(1, len(parts)) for j in range(i + 1, len(parts)))
+        if any(span in modules for span in spans):
             found.update(each)
     return found
 

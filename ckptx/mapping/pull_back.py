@@ -4,8 +4,8 @@ The conversion is run once on tensors without bytes; the resulting chunks show w
 which rectangle of a tensor on disk.
 
     model [E, 2I, H], rows of gate and of up split in two      disk, any expert
-    rank_in_stage 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
-    rank_in_stage 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
+    rank 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
+    rank 1: [0:E, I/2:I, :] and [0:E, 3I/2:2I, :]       ->     gate: [I/2:I, :]    up: [I/2:I, :]
 """
 
 from __future__ import annotations
@@ -142,11 +142,14 @@ def _trace_conversion(
     entries = [
         [
             TensorEntry(
-                f"{i}/{list_index}", _BYTE, shape, (Chunk(full_region(shape), f"{i}/{list_index}", 0, prod(shape)),)
+                f"{column_index}/{list_index}",
+                _BYTE,
+                shape,
+                (Chunk(full_region(shape), f"{column_index}/{list_index}", 0, prod(shape)),),
             )
-            for list_index, shape in enumerate(pattern_index)
+            for list_index, shape in enumerate(column)
         ]
-        for i, pattern_index in enumerate(columns)
+        for column_index, column in enumerate(columns)
     ]
     try:
         results = convert(conversion, entries, expected_shapes)
@@ -158,8 +161,8 @@ def _trace_conversion(
     for pattern_index, entries_of_target in enumerate(results):
         for list_index, entry in enumerate(entries_of_target):
             for chunk in entry.chunks:
-                i, _, position = chunk.file.partition("/")
-                spans.setdefault((int(i), int(position)), []).append(_SourceSpan(len(shapes), chunk))
+                column_index, _, position = chunk.file.partition("/")
+                spans.setdefault((int(column_index), int(position)), []).append(_SourceSpan(len(shapes), chunk))
             shapes.append(entry.shape)
             names.append((pattern_index, list_index))
     return _Trace(tuple(shapes), tuple(names), spans)
@@ -169,7 +172,7 @@ def _pull_back_blocks(
     shape: Shape, spans: Iterable[_SourceSpan], model_blocks: list[tuple[Block, ...]]
 ) -> tuple[Block, ...] | None:
     """Return the blocks of one disk tensor; None if it has more blocks per rank than the model tensors."""
-    by_holder: dict[tuple[int, bool], list[Region]] = {}
+    regions_by_holder: dict[tuple[int, bool], list[Region]] = {}
     max_blocks: dict[tuple[int, bool], int] = {}
     for target in {span.target for span in spans}:
         for block in model_blocks[target]:
@@ -179,12 +182,12 @@ def _pull_back_blocks(
         for block in model_blocks[target]:
             overlap = chunk.region.intersect(block.region)
             if overlap is not None:
-                by_holder.setdefault((block.rank_in_stage, block.is_replica), []).extend(
+                regions_by_holder.setdefault((block.rank_in_stage, block.is_replica), []).extend(
                     _rectangles(shape, chunk, overlap)
                 )
     blocks = []
-    for holder in sorted(by_holder, key=lambda each: (each[0], each[1])):
-        regions = _merge_adjacent(by_holder[holder])
+    for holder in sorted(regions_by_holder, key=lambda each: (each[0], each[1])):
+        regions = _merge_adjacent(regions_by_holder[holder])
         if len(regions) > max_blocks[holder]:
             return None
         blocks += [Block(holder[0], region, holder[1]) for region in regions]

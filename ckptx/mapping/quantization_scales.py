@@ -88,8 +88,8 @@ def add_scale_conversions(conversions: Sequence[Conversion], config: Mapping[str
 
 def _applies_to_scales(conversion: Conversion) -> bool:
     """Return True if the ops apply to blocks too: no sizes in elements, no rows of heads, no dependence on shape."""
-    weights = all(source.endswith(_WEIGHT_SUFFIX) for source in conversion.sources)
-    return weights and all(op.kind in _OPS_FOR_SCALES and _has_no_sizes(op) for op in conversion.ops)
+    are_weights = all(source.endswith(_WEIGHT_SUFFIX) for source in conversion.sources)
+    return are_weights and all(op.kind in _OPS_FOR_SCALES and _has_no_sizes(op) for op in conversion.ops)
 
 
 def _has_no_sizes(op: Op) -> bool:

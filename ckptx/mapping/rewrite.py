@@ -28,7 +28,7 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     for entry in entries:
         _check_compatible(first, entry, first.shape, entry.shape)
 
-    def moved(chunk: Chunk, index: int) -> Chunk:
+    def add_dim(chunk: Chunk, index: int) -> Chunk:
         offsets, sizes = chunk.region
         region = Region((*offsets[:dim], index, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
         strides = None if chunk.strides is None else (*chunk.strides[:dim], 1, *chunk.strides[dim:])
@@ -38,8 +38,8 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         first.name,
         first.dtype,
         (*first.shape[:dim], len(entries), *first.shape[dim:]),
-        tuple([moved(chunk, i) for i, entry in enumerate(entries) for chunk in entry.chunks]),
-        tuple([moved(chunk, i) for i, entry in enumerate(entries) for chunk in entry.replicas]),
+        tuple([add_dim(chunk, i) for i, entry in enumerate(entries) for chunk in entry.chunks]),
+        tuple([add_dim(chunk, i) for i, entry in enumerate(entries) for chunk in entry.replicas]),
     )
 
 
@@ -70,15 +70,23 @@ def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         _check_compatible(first, entry, _without_dim(first.shape, dim), _without_dim(entry.shape, dim))
     *starts, total = accumulate((entry.shape[dim] for entry in entries), initial=0)
 
-    def moved(chunks: Iterable[Chunk], start: int) -> Iterator[Chunk]:
+    def shift_chunks(chunks: Iterable[Chunk], start: int) -> Iterator[Chunk]:
         return (_shift(_require_located(chunk, first.name), dim, start) for chunk in chunks)
 
     return TensorEntry(
         first.name,
         first.dtype,
         (*first.shape[:dim], total, *first.shape[dim + 1 :]),
-        tuple([chunk for entry, start in zip(entries, starts, strict=True) for chunk in moved(entry.chunks, start)]),
-        tuple([chunk for entry, start in zip(entries, starts, strict=True) for chunk in moved(entry.replicas, start)]),
+        tuple(
+            [chunk for entry, start in zip(entries, starts, strict=True) for chunk in shift_chunks(entry.chunks, start)]
+        ),
+        tuple(
+            [
+                chunk
+                for entry, start in zip(entries, starts, strict=True)
+                for chunk in shift_chunks(entry.replicas, start)
+            ]
+        ),
     )
 
 

@@ -128,19 +128,19 @@ class NameRules:
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
         self._pattern_entries: dict[str, _PatternEntry | None] = {}
-        self._run_names: dict[tuple[int, tuple[int, ...]], str] = {}
+        self._run_names: dict[RunKey, str] = {}
 
     # -- destinations
 
     def model_name(self, disk_name: str) -> str | None:
-        """Return the model tensor that a disk tensor is converted to, the first of several; None if it is unknown."""
+        """Return the name of the model tensor that a disk tensor becomes, the first of several; None if unknown."""
         if disk_name not in self._model_names:
             destination, model_name = self._look_up(disk_name)
             self._model_names[disk_name] = model_name if destination is None else self._first_target(destination)
         return self._model_names[disk_name]
 
     def _first_target(self, destination: Destination) -> str:
-        """Return the first model tensor of a run, which thousands of experts may share."""
+        """Return the name of the first model tensor of a run, which thousands of experts may share."""
         name = self._run_names.get(destination.run_key)
         if name is None:
             name = self._run_names[destination.run_key] = next(self._target_names(destination))
@@ -279,7 +279,7 @@ class NameRules:
         return Destination(conversion, indices, pattern_index)
 
     def _target_names(self, destination: Destination) -> Iterator[str]:
-        """Yield the model tensors of a run, for a module list the first."""
+        """Yield the names of the model tensors of a run; for a module list, only the name of its first tensor."""
         return (
             run_name(target, destination.shared_indices, 0)
             for target in self.conversions[destination.conversion].targets
@@ -343,7 +343,7 @@ class NameRules:
     def _keep_unconvertible(
         self, resolved: ResolvedNames, conversions: Sequence[Conversion]
     ) -> tuple[dict[str, Destination | str | None], tuple[str, ...]]:
-        """Keep the names of quantized weights that cannot be converted; return the places and these names.
+        """Keep the names of quantized weights that cannot be converted; return all destinations and these names.
 
         Raises:
             UnsupportedError: A kept name equals the name of its target, which has another order of elements.
@@ -351,10 +351,10 @@ class NameRules:
         if not resolved.unconvertible:
             return resolved.destinations, ()
         scales = {
-            (k, fixed)
-            for k, base in self._weight_conversions.items()
-            for j, fixed in resolved.unconvertible
-            if j == base
+            (scale_conversion, shared_indices)
+            for scale_conversion, weight_conversion in self._weight_conversions.items()
+            for conversion, shared_indices in resolved.unconvertible
+            if conversion == weight_conversion
         }
         unconvertible = resolved.unconvertible | scales
         destinations, unconverted = dict(resolved.destinations), []
@@ -457,13 +457,16 @@ class _Converter:
 
 def group_by_run(
     destinations: Mapping[str, Destination | str | None], conversions: Sequence[Conversion]
-) -> dict[tuple[int, tuple[int, ...]], list[dict[int, str]]]:
-    """Group names by run of a conversion, column and position.
+) -> dict[RunKey, list[dict[int, str]]]:
+    """Group names by run of a conversion.
+
+    Returns:
+        Run -> for each source pattern, position in the module list -> name.
 
     Raises:
         InputError: Two names have one destination.
     """
-    runs: dict[tuple[int, tuple[int, ...]], list[dict[int, str]]] = {}
+    runs: dict[RunKey, list[dict[int, str]]] = {}
     for name, destination in destinations.items():
         if not isinstance(destination, Destination):
             continue

@@ -85,6 +85,10 @@ class ParameterIndex:
 def refuse_indexed_state(names: Iterable[str], where: str) -> None:
     """Refuse state that is keyed by parameter index, which is ambiguous once a mesh splits the parameters.
 
+    Args:
+        names: Names in the checkpoint.
+        where: Location of the checkpoint, for the error message.
+
     Raises:
         UnsupportedError: A state is keyed by an index.
     """
