@@ -25,7 +25,7 @@ class RegionCache:
         return self._regions.get(region)
 
     def keep(self, region: Region, name: str, where: str) -> Region:
-        """Store a region for which `get` returned None.
+        """Store and return a region for which `get` returned None.
 
         Args:
             region: The region; its offsets and sizes were checked to be non-negative integers.

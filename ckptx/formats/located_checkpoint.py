@@ -24,7 +24,7 @@ class LocatedCheckpoint(NamedTuple):
 
     @property
     def root(self) -> Location:
-        """Location of the directory."""
+        """Return the location of the directory."""
         return self.source.location
 
 

@@ -32,6 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _MAX_LISTED = 4
 _MAX_OPENED = 8
 _MAX_SEARCHED, _MAX_DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
+_MAX_RANK_LEVELS = 3  # nested directories for tp, pp and dp
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
     "save a DCP or the whole model where it was trained, and pass that (if each rank holds a whole model, put its "
@@ -46,7 +47,7 @@ def complete_files(source: Source, names: Sequence[str], shapes_in: ShapeReader)
         UnsupportedError: All of them are parts of one checkpoint.
     """
     groups = _part_groups(source, names, shapes_in, directories=False)
-    parts = {name for family in groups for name in family.names}
+    parts = {name for group in groups for name in group.names}
     complete = [name for name in names if name not in parts]
     if not complete:
         raise _parts_error(source.location, groups[0])
@@ -101,9 +102,9 @@ def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> 
     except InputError:
         return  # not a directory, not accessible, or with too many names
     names = [name for name in listing if name.endswith(WEIGHT_SUFFIXES)]
-    families = _part_groups(source, names, shapes_in, directories=False)
-    if families:
-        raise _parts_error(source.location, families[0])
+    groups = _part_groups(source, names, shapes_in, directories=False)
+    if groups:
+        raise _parts_error(source.location, groups[0])
     for name in listing.directories() if depth else ():
         if not name.startswith("."):
             refuse_parts_in_tree(source.with_location(source.location / name), depth - 1, shapes_in)
@@ -174,9 +175,6 @@ def _refuse_part_at(
         directory, inner_path, level = directory.parent, _join_path(directory.name, inner_path), level + 1
 
 
-_MAX_RANK_LEVELS = 3  # nested directories for tp, pp and dp
-
-
 def _subdirectory_reader(inner_path: str, shapes_in: ShapeReader) -> ShapeReader:
     """Return a function that opens the subdirectory `inner_path` of a directory."""
     return lambda location: shapes_in(location / inner_path if inner_path else location)
@@ -220,7 +218,7 @@ def _refuse_part(
 
 
 def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
-    """Return the error for a directory that contains a family of parts."""
+    """Return the error for a directory that contains a group of parts."""
     if group.kind == "index of":
         return UnsupportedError(
             f"{where}: {_list_names(group.names)} are files of one checkpoint, but the index that lists their tensors "
@@ -235,7 +233,7 @@ def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
 def _part_groups(
     directory: Source, names: Sequence[str], shapes_in: ShapeReader, *, directories: bool
 ) -> list[NameGroup]:
-    """Return the families among the names in one directory whose members are parts of one checkpoint."""
+    """Return the groups among the names in one directory whose members are parts of one checkpoint."""
     groups: list[NameGroup] = []
     seen: set[str] = set()
     for name in names:
@@ -262,7 +260,7 @@ def read_config(*directories: Source) -> dict[str, Any] | None:
 
 
 def _are_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeReader, directories: bool) -> bool:
-    """Decide whether the members of a family are parts of one checkpoint; `name` is one of them."""
+    """Decide whether the members of a group are parts of one checkpoint; `name` is one of them."""
     if group.kind == "index of":
         return True
     root = directory.location

@@ -5,7 +5,7 @@
     model-00001-of-00002.safetensors                one of two files
     step-100/, step-200/; v1/, v2/; model-7b/       independent checkpoints
 
-A name is split into its numbers, each with the word before it. Names are a family if they differ only in numbers that
+A name is split into its numbers, each with the word before it. Names form a group if they differ only in numbers that
 may be ranks. If the names do not decide, the contents of the files do; see `rank_files`.
 """
 
@@ -103,7 +103,7 @@ def has_only_ranks(name: str) -> bool:
 
 
 def group_of(name: str, names: Iterable[str], *, directories: bool) -> NameGroup | None:
-    """Return the family of a name.
+    """Return the group of a name.
 
     Args:
         name: The name of a file or directory.
@@ -144,7 +144,7 @@ def _parse_name(name: str) -> tuple[list[_NameNumber], str]:
 
 
 def _rank_positions(numbers: list[_NameNumber], directories: bool) -> list[int]:
-    """Return the positions of numbers that may differ in a family; the first one determines its kind."""
+    """Return the positions of numbers that may differ in a group; the first one determines its kind."""
     indices_of_total = [position for position, number in enumerate(numbers) if number.kind == "index of"]
     ranks = [position for position, number in enumerate(numbers) if number.kind == "rank"]
     if ranks:

@@ -51,13 +51,13 @@ def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any
     return info
 
 
-def recorded_offsets(row: Any, name: str, shape: Shape, where: str) -> Shape:
-    """Return the offsets in the record `row` of a tensor; `check_offsets` checks their number and range.
+def recorded_offsets(tensor_info: Any, name: str, shape: Shape, where: str) -> Shape:
+    """Return the offsets in a tensor's entry of the record; `check_offsets` checks their number and range.
 
     Raises:
         InputError: There are none, or they are not a list of integers.
     """
-    offsets = row.get(OFFSETS_KEY) if isinstance(row, dict) else None
+    offsets = tensor_info.get(OFFSETS_KEY) if isinstance(tensor_info, dict) else None
     if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
         return tuple(offsets)
     if offsets is not None:

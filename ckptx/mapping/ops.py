@@ -59,8 +59,8 @@ class Op:
         if self.kind == "interleave":
             return Op("interleave", self.dim, args=() if self.args[:1] == (1,) else (1,))
         if self.kind == "permute_rope":
-            heads, is_inverse, *parts = (*self.args, 0) if len(self.args) == 1 else self.args
-            return Op("permute_rope", self.dim, args=(heads, 1 - is_inverse, *parts))
+            heads, is_inverse, *indices = (*self.args, 0) if len(self.args) == 1 else self.args
+            return Op("permute_rope", self.dim, args=(heads, 1 - is_inverse, *indices))
         return Op(_INVERSE.get(self.kind, self.kind), self.dim, self.other_dim, self.args)
 
 
@@ -143,9 +143,9 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
     if op.kind == "interleave":
         return [[interleave(entry, op.dim, inverse=op.args[:1] == (1,)) for entry in column] for column in columns]
     if op.kind == "permute_rope":
-        heads, is_inverse, *parts = (*op.args, 0) if len(op.args) == 1 else op.args
+        heads, is_inverse, *indices = (*op.args, 0) if len(op.args) == 1 else op.args
         return [
-            [permute_rope(entry, heads, is_inverse == 1) for entry in column] if not parts or i in parts else column
+            [permute_rope(entry, heads, is_inverse == 1) for entry in column] if not indices or i in indices else column
             for i, column in enumerate(columns)
         ]
     name = op.kind.removeprefix(UNSUPPORTED_PREFIX)

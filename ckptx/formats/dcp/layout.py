@@ -115,16 +115,16 @@ def split_evenly(lengths: Sequence[int], count: int) -> Iterator[int]:
         yield index
 
 
-def parts_per_rank(stages: Sequence[int], ranks: int) -> int:
+def parts_per_rank(stage_sizes: Sequence[int], ranks: int) -> int:
     """Return the number of files per rank.
 
     Args:
-        stages: Bytes of each pipeline stage.
+        stage_sizes: Bytes of each pipeline stage.
         ranks: Number of ranks per stage.
     """
-    parts = max(1, min(_MAX_FILES, -(-max(stages) // (ranks * _BYTES_PER_FILE))))
-    is_single_file = parts == 1 and sum(1 for nbytes in stages if nbytes) == 1
-    return 2 if is_single_file and sum(stages) > _BYTES_FOR_ONE_WRITER else parts
+    parts = max(1, min(_MAX_FILES, -(-max(stage_sizes) // (ranks * _BYTES_PER_FILE))))
+    is_single_file = parts == 1 and sum(1 for nbytes in stage_sizes if nbytes) == 1
+    return 2 if is_single_file and sum(stage_sizes) > _BYTES_FOR_ONE_WRITER else parts
 
 
 def allocate_sharded(
@@ -152,7 +152,7 @@ def allocate_sharded(
     """
     stages = group_by_stage(tensors, dims)
     parts = files_per_rank or parts_per_rank(
-        [sum(e.nbytes for e, _ in stage) for stage in stages], dims.ranks_per_stage
+        [sum(entry.nbytes for entry, _ in stage) for stage in stages], dims.ranks_per_stage
     )
     catalog = Catalog(root, "dcp", {})
     sizes: dict[tuple[int, int], int] = {}

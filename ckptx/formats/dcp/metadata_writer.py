@@ -37,7 +37,12 @@ class StorageEntry(NamedTuple):
 class ShardedStorageEntries(NamedTuple):
     """The entries of a sharded tensor. Equally sharded tensors share the objects of all fields but `fqn` and `offsets`.
 
-    `chunks` are in torch elements; `files`, `offsets` and `lengths` locate the bytes of each chunk.
+    Attributes:
+        fqn: Name of the tensor.
+        chunks: Region of each chunk in torch elements.
+        files: File of each chunk.
+        offsets: First byte of each chunk in its file.
+        lengths: Number of bytes of each chunk.
     """
 
     fqn: str
@@ -94,9 +99,8 @@ def pickle_metadata(
         known_code = known_tensors.get(id(tensor))
         if known_code is None:
             write(emitter.tensor(tensor))
-            known_tensors[id(tensor)] = emitter.tensor(
-                tensor
-            )  # shorter the second time: repeated values are in the memo
+            # Emitted again, because the code is shorter now that its values are in the memo.
+            known_tensors[id(tensor)] = emitter.tensor(tensor)
         else:
             write(known_code)
     for fqn in objects:
@@ -108,8 +112,8 @@ def pickle_metadata(
     else:
         write(emitter.plain(planner_data))
     write(emitter.text("storage_data") + b"}(")
-    for line in _emit_storage(storage, emitter):
-        write(line)
+    for code in _emit_storage(storage, emitter):
+        write(code)
     write(b"u" + emitter.text("storage_meta") + b"N" + emitter.text("version") + emitter.text("1.0.0") + b"ub.")
     return file.getvalue()
 
@@ -117,9 +121,8 @@ def pickle_metadata(
 def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitter: PickleEmitter) -> Iterator[bytes]:
     key = emitter.new(METADATA_MODULE, "MetadataIndex") + emitter.text("fqn")
     entry_codes = _StorageEntryCodes(emitter)
-    known_shardings: dict[
-        tuple[int, int, int], list[tuple[bytes, bytes]]
-    ] = {}  # the objects live as long as the catalog
+    # By `id` of chunks, files and lengths, which live as long as the catalog.
+    known_shardings: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}
     for each in storage:
         name = key + emitter.text(each.fqn)
         if isinstance(each, StorageEntry):
@@ -132,9 +135,8 @@ def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitt
         if known_codes is None:
             for begin, end, offset in entry_codes.sharding_codes(each):
                 yield name + begin + pickled_int(offset) + end
-            known_shardings[sharding] = [
-                (begin, end) for begin, end, _ in entry_codes.sharding_codes(each)
-            ]  # shorter, as in `pickle_metadata`
+            # Emitted again, because the codes are shorter now, as in `pickle_metadata`.
+            known_shardings[sharding] = [(begin, end) for begin, end, _ in entry_codes.sharding_codes(each)]
             continue
         codes: list[bytes] = []
         previous_offset, offset_code = -1, b""
@@ -155,6 +157,7 @@ class _StorageEntryCodes:
         self._length_key = emitter.text("length")
 
     def surrounding_codes(self, index: int | None, offsets: Shape | None, location: StorageInfo) -> tuple[bytes, bytes]:
+        """Return the opcodes of one entry before and after its offset in the file; see `StorageEntry`."""
         emitter = self._emitter
         index_code = b"N" if offsets is None else pickled_int(index or 0) + self._offset_key + emitter.size(offsets)
         begin = self._index_key + index_code + self._storage_info + emitter.text(location.path) + self._offset_key

@@ -276,7 +276,7 @@ class _OwnMetadataReader:
                 and values[2::4] == repeated.codes_after_names
                 and values[1::4].count(name) == len(offsets)
                 and max(offsets) < 1 << 31
-                and repeated.max_length < 1 << 62  # so no block ends where positions do
+                and repeated.max_length < 1 << 62  # so the end of a block is below 2**63, the limit of file positions
             ):
                 self._position = position + struct.size
                 return offsets

@@ -61,9 +61,9 @@ def open_dcp(source: Source) -> Catalog:
         ]
         entries.sort(key=lambda entry: entry.position if entry.chunks else ("", 0))
         catalog.tensors = {entry.name: entry for entry in entries}
-        catalog.objects = {name: BytesEntry(name, *place[:3]) for name, place in metadata.objects.items()}
+        catalog.objects = {name: BytesEntry(name, *location[:3]) for name, location in metadata.objects.items()}
         identities = _check_files(catalog)
-        catalog.files = {name: identity_key.nbytes for name, identity_key in identities.items()}
+        catalog.files = {name: identity.nbytes for name, identity in identities.items()}
         catalog.identities.update(identities)
     if isinstance(metadata.planner_data, dict):
         catalog.planner_data = metadata.planner_data
@@ -262,9 +262,8 @@ def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
 
 def _required_file_sizes(catalog: Catalog) -> dict[str, int]:
     """Return for each file in `.metadata` the end of its last chunk or object, in bytes."""
-    offsets_by_layout: dict[
-        tuple[int, int], tuple[ArchiveChunks, list[Sequence[int]]]
-    ] = {}  # by `id` of files and lengths
+    # By `id` of files and lengths.
+    offsets_by_layout: dict[tuple[int, int], tuple[ArchiveChunks, list[Sequence[int]]]] = {}
     for entry in catalog.tensors.values():
         chunks = entry.chunks
         assert type(chunks) is ArchiveChunks

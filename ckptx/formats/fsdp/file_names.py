@@ -31,7 +31,7 @@ class RankFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file name."""
+        """Return the file name."""
         return f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
 
 

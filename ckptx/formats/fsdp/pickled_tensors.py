@@ -47,9 +47,9 @@ class InstanceStandIn(metaclass=ReadOnlyClass):
 
     def __new__(cls, *arguments: object) -> InstanceStandIn:
         """Keep the arguments without calling anything."""
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
+        instance = super().__new__(cls)
+        instance.arguments, instance.state = arguments, None
+        return instance
 
     def __setstate__(self, state: object) -> None:
         """Keep the state without interpreting it."""
@@ -231,7 +231,7 @@ def _dtensor_shards(value: _DistributedTensor, rank: int, where: str) -> RankSha
     if (
         not is_shape(coordinate)
         or len(coordinate) != len(sizes)
-        or any(at >= size for at, size in zip(coordinate, sizes, strict=True))
+        or any(index >= size for index, size in zip(coordinate, sizes, strict=True))
     ):
         raise _damaged_error(where, f"no coordinate in a mesh of {list(sizes)}")
     _check_rank(mesh, sizes, coordinate, rank, where)
@@ -263,15 +263,15 @@ def _axis_size(sizes: object) -> int:
 
 def _check_rank(mesh: InstanceStandIn, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
     """Check that the rank in the file name saved the mesh, because files may have been renamed or copied."""
-    saved_by, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
-    if saved_by is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
+    saving_rank, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
+    if saving_rank is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
         index = 0
         for size, index_in_dim in zip(sizes, coordinate, strict=True):
             index = index * size + index_in_dim
-        saved_by = ranks[index]
-    if type(saved_by) is int and saved_by != rank:
+        saving_rank = ranks[index]
+    if type(saving_rank) is int and saving_rank != rank:
         raise InputError(
-            f"{where}: saved by rank {saved_by}, but the file name is that of rank {rank}; the file was renamed or "
+            f"{where}: saved by rank {saving_rank}, but the file name is that of rank {rank}; the file was renamed or "
             "copied, restore its name"
         )
 
@@ -281,7 +281,7 @@ def _local_region(shape: Shape, sizes: Shape, coordinate: Shape, placements: obj
     if not isinstance(placements, tuple) or len(placements) != len(sizes):
         raise _damaged_error(where, f"no placement for each of {len(sizes)} mesh dims")
     offsets, lengths = [0] * len(shape), list(shape)
-    by_dim: dict[int, list[tuple[int, object]]] = {}
+    shards_by_dim: dict[int, list[tuple[int, object]]] = {}
     for mesh_dim, placement in enumerate(placements):
         if type(placement) is _PARTIAL:
             raise UnsupportedError(
@@ -293,8 +293,8 @@ def _local_region(shape: Shape, sizes: Shape, coordinate: Shape, placements: obj
         if type(dim) is not int or not 0 <= dim < len(shape):
             raise _damaged_error(where, f"no placement of a tensor of {len(shape)} dims")
         split_factor = placement.field("split_factor") if type(placement) is _STRIDED else None
-        by_dim.setdefault(dim, []).append((mesh_dim, split_factor))
-    for dim, shards in by_dim.items():
+        shards_by_dim.setdefault(dim, []).append((mesh_dim, split_factor))
+    for dim, shards in shards_by_dim.items():
         for mesh_dim in _sharding_order(shards, sizes, where):
             begin, length = ceil_chunks(lengths[dim], sizes[mesh_dim])[coordinate[mesh_dim]]
             offsets[dim], lengths[dim] = offsets[dim] + begin, length

@@ -163,8 +163,7 @@ class _StateDicts:
             missing = next(name for name in self.dtypes_and_shapes if name not in archive.tree)
             raise InputError(
                 f'{where}: tensor "{missing}" is missing, but {self._first_file} contains it; the files are of '
-                "different "
-                "saves, pass those of one"
+                "different saves, pass those of one"
             )
 
     def _region(self, region: Region, name: str, where: str) -> Region:
@@ -199,10 +198,10 @@ class _StateDicts:
             chunks, replicas = split_replicas(block for block in blocks if block.region.numel or 0 in shape)
             fault = coverage.fault(shape, chunks)
             if fault is not None or dtype is None or not chunks:
-                what = (
+                problem = (
                     "no rank has elements of it" if fault is None else _COVERAGE_FAULTS[fault.kind].format(fault.region)
                 )
-                raise InputError(f"{subject}: {what}; the files are damaged or of different saves")
+                raise InputError(f"{subject}: {problem}; the files are damaged or of different saves")
             if 0 in shape:
                 chunks, replicas = (chunks[0]._replace(region=full_region(shape)),), ()
             entries[name] = TensorEntry(name, dtype, shape, chunks, replicas)

@@ -87,11 +87,11 @@ def read_hf_metadata(source: Source) -> HfMetadata:
         InputError: A file is damaged or has invalid values.
         UnsupportedError: A dtype is not one safetensors defines.
     """
-    carried = list_sidecars(source, frozenset()).copied
+    sidecars = list_sidecars(source, frozenset()).copied
     return HfMetadata(
         source,
         read_config(source),
-        tuple(sidecar for sidecar in carried if sidecar.name not in (FILE_MAPPING, DTYPE_MAPPING)),
+        tuple(sidecar for sidecar in sidecars if sidecar.name not in (FILE_MAPPING, DTYPE_MAPPING)),
         _read_file_numbers(source),
         _read_dtypes(source),
     )
@@ -117,8 +117,8 @@ def _read_dtypes(source: Source) -> dict[str, DType]:
     for name, stored in read_json_object(source, DTYPE_MAPPING).items():
         dtype = DTYPES_BY_NAME.get(stored) if isinstance(stored, str) else None
         if dtype is None or not dtype.in_safetensors:
-            kind = UnsupportedError if isinstance(stored, str) else InputError
-            raise kind(
+            error_class = UnsupportedError if isinstance(stored, str) else InputError
+            raise error_class(
                 f'{path}: dtype {stored!r:.80} of tensor "{name}" is not a dtype of safetensors 0.8; pass --base HF'
             )
         dtypes[name] = dtype

@@ -42,8 +42,8 @@ def allocate(
         root: Output directory.
         tensors: Names, dtypes and shapes.
         max_shard_size: Maximum bytes of tensors in a shard; a larger tensor gets a shard of its own.
-        files: Tensor name -> shard number, takes precedence over the size; tensors without a number go to the last
-            shard. None splits by size.
+        files: Tensor name -> shard number; tensors without a number go to the last shard, and `max_shard_size` is
+            ignored. None or empty to split by size.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.

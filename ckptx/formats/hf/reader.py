@@ -141,7 +141,11 @@ def read_json_object(source: Source, name: str) -> dict[str, Any]:
 
 
 def parse_index(text: str, path: Location) -> dict[str, str]:
-    """Return the weight map (tensor name -> file name) of an index."""
+    """Return the weight map (tensor name -> file name) of an index.
+
+    Raises:
+        InputError: It has no weight map, an empty one, or one with a file outside the directory.
+    """
     index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -38,7 +38,7 @@ class HeaderTensor(NamedTuple):
 
     Attributes:
         name: Name of the tensor.
-        dtype: Dtype.
+        dtype: Dtype of its elements.
         shape: Shape in elements.
         begin: Position of its first byte in the file.
         end: Position after its last byte in the file.
@@ -136,7 +136,7 @@ class _DtypeAndShape(NamedTuple):
     """Dtype and shape that many tensors of a header share.
 
     Attributes:
-        dtype: Dtype.
+        dtype: Dtype of its elements.
         shape: Shape in elements.
         nbytes: Size of each tensor in bytes.
     """

@@ -81,17 +81,23 @@ def _block_positions(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
 
 
 class _PlannedFile:
-    """The header of one file while tensors are appended."""
+    """The header of one file while tensors are appended.
 
-    __slots__ = ("nbytes", "offsets", "rows")
+    Attributes:
+        rows: (name, dtype, shape, begin, end) of each block, as for `format_header_text`.
+        sharding_info: Tensor name -> its entry in DCP_SHARDING_INFO.
+        nbytes: Bytes of the tensors appended so far.
+    """
+
+    __slots__ = ("nbytes", "rows", "sharding_info")
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, DType, Shape, int, int]] = []
-        self.offsets: dict[str, dict[str, Shape]] = {}
+        self.sharding_info: dict[str, dict[str, Shape]] = {}
         self.nbytes = 0
 
     def prologue(self) -> bytes:
-        metadata = {SHARDING_INFO: json.dumps(self.offsets), VERSION_KEY: VERSION, "format": "pt"}
+        metadata = {SHARDING_INFO: json.dumps(self.sharding_info), VERSION_KEY: VERSION, "format": "pt"}
         return frame_header(pad_header(format_header_text(self.rows, metadata)))
 
 
@@ -103,8 +109,8 @@ class _StageFiles:
             id(blocks): _block_positions(blocks) for blocks in {id(blocks): blocks for _, blocks in members}.values()
         }
         counts: dict[int, int] = {}
-        for places in self._positions.values():
-            for rank_in_stage, number in places:
+        for positions in self._positions.values():
+            for rank_in_stage, number in positions:
                 counts[rank_in_stage] = max(counts.get(rank_in_stage, 0), number + 1)
         self._names = {
             (rank_in_stage, number): shard_name(ranks[rank_in_stage] + 1, number + 1, counts[rank_in_stage])
@@ -116,18 +122,19 @@ class _StageFiles:
         self.allocated: list[tuple[TensorEntry, ShardedChunks]] = []
 
     def append(self, entry: TensorEntry, blocks: tuple[Block, ...]) -> None:
+        """Append the blocks of a tensor to the files of their ranks."""
         key = (id(blocks), entry.dtype)
         sharding = self._shardings.get(key)
         if sharding is None:
-            files = tuple(self._names[place] for place in self._positions[id(blocks)])
+            files = tuple(self._names[position] for position in self._positions[id(blocks)])
             lengths = tuple(_block_nbytes(entry, block) for block in blocks)
             sharding = self._shardings[key] = files, lengths, [{OFFSETS_KEY: block.region.offsets} for block in blocks]
         offsets = array("q")
-        for block, name, length, begin in zip(blocks, *sharding, strict=True):
+        for block, name, length, info in zip(blocks, *sharding, strict=True):
             file = self._files[name]
             offsets.append(file.nbytes)
             file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
-            file.offsets[entry.name] = begin
+            file.sharding_info[entry.name] = info
             file.nbytes += length
         self.allocated.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
 

@@ -120,7 +120,7 @@ def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> 
                 f"{root / name}: has {found} bytes, but {MANIFEST} lists {nbytes}; copy it again, or remove {MANIFEST} "
                 "if another tool has saved here since"
             )
-    return {name: row.shape for name, row in manifest.tensors.items()}
+    return {name: tensor.shape for name, tensor in manifest.tensors.items()}
 
 
 class _ShardHeaders:
@@ -138,6 +138,11 @@ class _ShardHeaders:
         self.dtypes: dict[str, tuple[DType, str]] = {}
 
     def add(self, file: str, header: Header) -> None:
+        """Add the shards in one file.
+
+        Raises:
+            InputError, UnsupportedError: See `open_sharded`.
+        """
         where = str(self._root / file)
         info = read_sharding_info(header.metadata, where)
         for name, dtype, shape, begin, end in header.tensors:

@@ -163,8 +163,8 @@ def _combine_hash(seed: int, crc: int) -> int:
 def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
     """Return `data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
     numel = prod(shape)
-    legacy = dtype.storage_class is not None
-    kind = f"torch\n{dtype.storage_class}" if legacy else "torch.storage\nUntypedStorage"
+    is_legacy = dtype.storage_class is not None
+    kind = f"torch\n{dtype.storage_class}" if is_legacy else "torch.storage\nUntypedStorage"
     strides = []
     step = 1
     for size in reversed(shape):
@@ -172,9 +172,9 @@ def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
         step *= max(size, 1)
     memo = iter(range(5, 256))
     parts = [
-        f"\x80\x02ctorch._utils\n_rebuild_tensor_v{2 if legacy else 3}\nq\0((".encode("latin-1"),
+        f"\x80\x02ctorch._utils\n_rebuild_tensor_v{2 if is_legacy else 3}\nq\0((".encode("latin-1"),
         f"X\7\0\0\0storageq\1c{kind}\nq\2X\1\0\0\0000q\3X\3\0\0\0cpuq\4".encode("latin-1"),
-        pickled_int(numel if legacy else numel * dtype.itemsize),
+        pickled_int(numel if is_legacy else numel * dtype.itemsize),
         b"tq%cQK\0" % next(memo),
     ]
     for numbers in (shape, tuple(reversed(strides))):
@@ -182,7 +182,7 @@ def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
         if numbers:  # The empty tuple is a singleton that a pickler never memoizes.
             parts.append(b"q%c" % next(memo))
     parts.append(b"\x89ccollections\nOrderedDict\nq%c)Rq%c" % (next(memo), next(memo)))
-    if not legacy:
+    if not is_legacy:
         parts.append(b"ctorch\n%s\nq%c" % (str(dtype.torch_name).encode(), next(memo)))
     parts.append(b"tq%cRq%c." % (next(memo), next(memo)))
     return b"".join(parts)

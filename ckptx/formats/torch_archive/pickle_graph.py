@@ -6,10 +6,10 @@ this module interprets the opcodes itself. Each opcode creates at most one objec
 was read from, and a dict or a set is a list of its items, so that the work is linear in the size of the pickle.
 
     None, bool, int, float, str, bytes, bytearray, list, tuple     the Python value
-    Mapping, PickledSet                                            a dict; a set or frozenset
-    Name                                                           a class or function, by its module and name
+    PickledDict, PickledSet                                        a dict; a set or frozenset
+    GlobalName                                                     a class or function, by its module and name
     CallResult                                                     the result of a call, and later changes to it
-    External                                                       a persistent id: a storage of a torch archive
+    PersistentObject                                               a persistent id: a storage of a torch archive
 
 `pickletools` of the standard library documents the opcodes.
 """
@@ -35,7 +35,7 @@ from ckptx.formats.torch_archive.pickle_machine import (
 )
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 
-_MAX_DECIMAL_DIGITS = 4300  # digits; Python's own limit, because the conversion takes quadratic time
+_MAX_DECIMAL_DIGITS = 4300  # Python's own limit, because the conversion takes quadratic time
 _MAX_PYTHON_2_PROTOCOL = 2  # protocols up to this one are written with the module names of Python 2
 _MAX_PROTOCOL = 5
 
@@ -149,10 +149,10 @@ def _tuple(count: int) -> Callable[[PickleMachine], None]:
     return push
 
 
-def _mapping_from_mark(machine: PickleMachine) -> None:
-    mapping = PickledDict()
-    mapping.items.extend(_to_pairs(machine.pop_to_mark()))
-    machine.push_container(mapping)
+def _dict_from_mark(machine: PickleMachine) -> None:
+    result = PickledDict()
+    result.items.extend(_to_pairs(machine.pop_to_mark()))
+    machine.push_container(result)
 
 
 def _to_pairs(values: list[Any]) -> list[tuple[Any, Any]]:
@@ -362,7 +362,7 @@ _BY_OPCODE: dict[bytes, Callable[[PickleMachine], None]] = {
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
     b"}": lambda machine: machine.push_container(PickledDict()),
-    b"d": _mapping_from_mark,
+    b"d": _dict_from_mark,
     b"\x8f": lambda machine: machine.push_container(PickledSet("set", [])),
     b"\x91": lambda machine: machine.push_container(PickledSet("frozenset", machine.pop_to_mark())),
     b"a": _append,

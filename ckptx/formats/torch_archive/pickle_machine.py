@@ -66,7 +66,7 @@ class CallResult:
         kind: "call"; "new" for `cls.__new__(cls, ...)`; "code" for an entry of copyreg's extension registry.
         function: The class, function or other value that is called.
         arguments: Positional arguments.
-        keywords: A Mapping of keyword arguments, or None.
+        keywords: Keyword arguments as a `PickledDict`; None if there are none.
         items: Values that were appended or added to the result.
         pairs: Key-value pairs that were set on the result.
         states: States that were set on the result.
@@ -75,8 +75,8 @@ class CallResult:
 
     __slots__ = ("arguments", "function", "items", "keywords", "kind", "pairs", "setters", "states")
 
-    def __init__(self, how: str, function: Any, arguments: tuple[Any, ...], keywords: Any = None) -> None:
-        self.kind, self.function, self.arguments, self.keywords = how, function, arguments, keywords
+    def __init__(self, kind: str, function: Any, arguments: tuple[Any, ...], keywords: Any = None) -> None:
+        self.kind, self.function, self.arguments, self.keywords = kind, function, arguments, keywords
         self.items: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
         self.states: list[Any] = []
@@ -84,7 +84,7 @@ class CallResult:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if the result was not changed after the call."""
+        """Return True if the result was not changed after the call."""
         return not (self.items or self.pairs or self.states or self.setters)
 
 
@@ -104,12 +104,10 @@ class PickleMachine:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # positions in the stack
         self.memo: dict[int, Any] = {}
-        self.dropped: list[Any] = []
+        self.dropped: list[Any] = []  # see `PickleGraph`
         self.protocol = 0
-        self._containers, self._max_containers = (
-            0,
-            max(_MIN_CONTAINER_LIMIT, (len(data) - begin) // _BYTES_PER_CONTAINER),
-        )
+        self._containers = 0
+        self._max_containers = max(_MIN_CONTAINER_LIMIT, (len(data) - begin) // _BYTES_PER_CONTAINER)
 
     def run(self, operations: Sequence[Callable[[PickleMachine], None] | None]) -> None:
         """Interpret opcodes up to STOP.

@@ -45,7 +45,7 @@ _REPLACED_OPCODES = {0x7D: 0x97, 0x8F: 0x97, 0x91: ord("t")}
 _LENGTH_1_OPCODES = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4_OPCODES = frozenset(b"XB")  # BINUNICODE, BINBYTES
 _GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
-_MAX_INTEGER_BYTES = 8  # bytes
+_MAX_INTEGER_BYTES = 8
 _MIN_CONTAINER_LIMIT = 1 << 20
 _MAX_UNCHECKED_KEYS = 1000
 _MAX_KEY = 1 << 20  # the parameters of an optimizer are numbered from 0 on
@@ -160,7 +160,7 @@ def load(
     """Return the object tree of a pickle, with stand-ins for classes and functions.
 
     Args:
-        data: The whole pickle; bytes after its end are ignored, as torch does.
+        data: The whole pickle; bytes after its end are ignored, as in torch.
         allowed: Stand-in of each (module, name) that may occur. Torch dtypes are always allowed, as `Symbol`.
         where: Subject of error messages.
         persistent: Returns the stand-in for a persistent id (a storage of a torch archive); None if none may occur.
@@ -296,7 +296,7 @@ class StorageRef(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the storage in bytes, according to the pickle."""
+        """Return the size of the storage in bytes, according to the pickle."""
         return self.numel * (self.dtype.itemsize if self.dtype else 1)
 
 
@@ -305,7 +305,7 @@ class TensorRef(NamedTuple):
 
     Attributes:
         storage: Storage of its elements.
-        dtype: Dtype.
+        dtype: Dtype of its elements.
         offset: Index of the first element in the storage.
         shape: Shape in torch elements.
         strides: Strides in torch elements.

@@ -56,21 +56,21 @@ def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Memb
     Raises:
         InputError: There is no directory, or it is damaged.
     """
-    position, end = -1, b""
+    position, tail = -1, b""
     for search_bytes in (1 << 10, _END_SEARCH):
         begin = max(length - search_bytes, 0)
-        end = window(begin, length - begin)
-        position = end.rfind(b"PK\5\6")
+        tail = window(begin, length - begin)
+        position = tail.rfind(b"PK\5\6")
         if position >= 0:
             break
-    if position < 0 or position + END.size > len(end):
+    if position < 0 or position + END.size > len(tail):
         raise damaged_error(where, "no end record, it is truncated")
-    count, size, begin_directory = END.unpack_from(end, position)[4:7]
+    count, size, begin_directory = END.unpack_from(tail, position)[4:7]
     position += begin
     if position >= LOCATOR.size:
-        signature, _, at64, _ = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
+        signature, _, end64_position, _ = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
         if signature == b"PK\6\7":
-            fields = END64.unpack(window(at64, END64.size))
+            fields = END64.unpack(window(end64_position, END64.size))
             count, size, begin_directory = fields[7:10]
             if fields[0] != b"PK\6\6":
                 raise damaged_error(where, "no zip64 end record")
