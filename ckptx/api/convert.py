@@ -32,7 +32,7 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         output: OutputFormat
         need: ConfigNeed
         if isinstance(options, ToHfOptions):
-            output, need = HuggingFaceFormat(options), "unless remembered"
+            output, need = HuggingFaceFormat(options), "unless recorded"
         else:
             options.check_prefix(traits)
             # A trainer's files may hold state that is sharded as its parameters are, and belong to ranks as they do.

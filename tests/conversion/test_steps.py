@@ -67,13 +67,13 @@ def trained(root: Path, **options: Any) -> Path:
 # The config
 
 
-@pytest.mark.parametrize("need", ["none", "unless remembered", "config"])
+@pytest.mark.parametrize("need", ["none", "unless recorded", "config"])
 def test_a_source_without_a_config(tmp_path: Path, need: Any) -> None:
     write_hf(tmp_path / "hf", llama(), config=None)
     ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
-    for root, is_remembered in ((tmp_path / "hf", False), (tmp_path / "dcp", True)):
+    for root, is_recorded in ((tmp_path / "hf", False), (tmp_path / "dcp", True)):
         with source(root) as ready:
-            if need == "none" or (need == "unless remembered" and is_remembered):
+            if need == "none" or (need == "unless recorded" and is_recorded):
                 base = find_base(ready, need)
                 assert base.config is None and len(base.notes) == 1
                 assert "no config.json" in base.notes[0]

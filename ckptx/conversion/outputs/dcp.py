@@ -129,7 +129,7 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
         marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
         names_in_metadata = {**{name: name for name in catalog.tensors}, **target.aliases}
         return DcpOutput(catalog, [(name,) for name in catalog.files], [marker], {}, {METADATA: names_in_metadata})
-    order = {name: at for at, name in enumerate(target.source.tensors)}
+    order = {name: index for index, name in enumerate(target.source.tensors)}
     source_names = {**target.source_names, **state.source_names}
     blocks = [
         (entry, model.placements[name].stage, model.placements[name].blocks) for name, entry in target.tensors.items()

@@ -24,7 +24,7 @@ from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 
 # Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
-ConfigNeed = Literal["none", "unless remembered", "config"]
+ConfigNeed = Literal["none", "unless recorded", "config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
     if config_need == "none":
         note = "no config.json: tied weights are not detected, every tensor is converted unchanged"
         return replace(adjacent, notes=(*adjacent.notes, note))
-    if config_need == "unless remembered":
+    if config_need == "unless recorded":
         return _base_without_config(adjacent)
     raise no_config_error(source)
 

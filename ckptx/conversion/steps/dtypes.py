@@ -150,11 +150,12 @@ def lossless_edits(
 ) -> list[dict[str, Any]]:
     """Return edits to the dtypes in config.json, so that loading by the config loses no precision.
 
-    A cast to one dtype sets the config to it. Otherwise the config is edited only if tensors are in a dtype that its
-    own cannot represent, and they got it after the config was written. They did if the base has them in another dtype;
-    if no dtypes of a base are known, when at least half of all floats are such, unless the config belongs to the
-    checkpoint itself and that is an HF checkpoint or an unchanged conversion of one by ckptx. Tensors that the model
-    keeps in float32 under any config do not count. The formats of source and output do not matter.
+    A cast to one dtype sets the config to it. Otherwise the config is edited only if its dtype cannot represent that of
+    some tensors, and these tensors got their dtype after the config was written. This is so if the base has them in
+    another dtype. Tensors without a known dtype in the base count only if they have at least half of the elements of
+    all floats. The config stays unchanged if it is the checkpoint's own, and that is an HF checkpoint or an unchanged
+    conversion of one by ckptx. Tensors that the model keeps in float32 under any config do not count. The formats of
+    source and output do not matter.
 
     Args:
         view: Model in the source.

@@ -27,7 +27,7 @@ class NameMap:
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def model_name(self, name: str) -> str | None:
-        """Return the model tensor that a target tensor is loaded into; None if the model has none."""
+        """Return the name of the model tensor that a target tensor is loaded into; None if the model has none."""
         return name if self.rules is None else self.rules.model_name(name)
 
     def target_names(self, view: ModelView) -> dict[str, str]:
@@ -110,8 +110,7 @@ def rename_tensors(
         if renamed.unconverted:
             raise UnsupportedError(
                 f'--names {scheme.trainer}: tensor "{renamed.unconverted[0]}" is quantized, and {scheme.trainer} has '
-                "no names "
-                "for quantization scales; pass --names disk"
+                "no names for quantization scales; pass --names disk"
             )
     notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):

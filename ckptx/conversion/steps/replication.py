@@ -36,7 +36,7 @@ class Replication:
 
     @property
     def share(self) -> float:
-        """Replicated share of the bytes of the model."""
+        """Return the replicated share of the bytes of the model."""
         return self.nbytes / self.model_nbytes if self.model_nbytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from ckptx.conversion.steps.naming import NamedTarget, rename_tensors
 from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
-from ckptx.formats.hf.original_files import plan_recorded_files
-from ckptx.formats.hf.original_files import record_files as remember_files
+from ckptx.formats.hf.original_files import plan_recorded_files, record_files
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of, trainer_rules
 
@@ -111,7 +110,7 @@ def record_original(view: ModelView) -> OriginalFilesRecord:
     """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
     if view.catalog.traits.can_be_restored:
-        return OriginalFilesRecord(remember_files(view.catalog, notes), tuple(notes))
+        return OriginalFilesRecord(record_files(view.catalog, notes), tuple(notes))
     manifest = usable_manifest(view, notes)
     return OriginalFilesRecord(None if manifest is None else manifest.original, tuple(notes))
 
@@ -134,7 +133,7 @@ def usable_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
 
 
 def _match_records(tensors: Mapping[str, TensorEntry], rows: Mapping[str, TensorRecord]) -> bool:
-    return all((e.dtype, e.shape) == (rows[name].dtype, rows[name].shape) for name, e in tensors.items())
+    return all((entry.dtype, entry.shape) == (rows[name].dtype, rows[name].shape) for name, entry in tensors.items())
 
 
 def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: str | None) -> Restoration:

@@ -105,7 +105,11 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
     representatives = tie_representatives(decisions)
     return Ties(
         decisions,
-        {view.tensors[name].name: leader for name, leader in representatives.items() if name in view.tensors},
+        {
+            view.tensors[name].name: representative
+            for name, representative in representatives.items()
+            if name in view.tensors
+        },
         count_with_known_ties(view, representatives),
         (
             *(missing or ()),

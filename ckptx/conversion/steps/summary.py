@@ -72,7 +72,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     actions = tie_actions(ties, conversion.contents)
     if outcome is not None:
         log.note(*range_notes(outcome))
-    carried_objects = sum(not step.has_frame for step in job.plan.steps())
+    copied_objects = sum(not step.has_frame for step in job.plan.steps())
     known = architecture is not None
     return ConversionReport(
         command=command,
@@ -100,7 +100,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         overflows=count_rows(outcome.overflows) if outcome is not None and outcome.overflows else None,
         underflows=count_rows(outcome.underflows) if outcome is not None and outcome.underflows else None,
         dropped_optimizer=conversion.dropped_state.optimizer,
-        objects={"count": carried_objects, "is_copied": True} if carried_objects else conversion.dropped_state.objects,
+        objects={"count": copied_objects, "is_copied": True} if copied_objects else conversion.dropped_state.objects,
         state_without_parameter=list(state.without_parameter) or None,
         state_replicated=list(state.replicated) or None,
         **peak_of_processes(

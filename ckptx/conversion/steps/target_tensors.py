@@ -49,15 +49,15 @@ class TargetTensors:
         """Return the stored names of all tensors that the target is made of."""
         return {name for names in self.disk_names.values() for name in names}
 
-    def renamed(self, names: Callable[[str], str]) -> TargetTensors:
-        """Return the same target under other names."""
+    def renamed(self, new_name: Callable[[str], str]) -> TargetTensors:
+        """Return the same target under other names; `new_name` maps each name to its new one."""
         return replace(
             self,
-            tensors={names(name): entry.with_name(names(name)) for name, entry in self.tensors.items()},
-            source_names={names(name): stored for name, stored in self.source_names.items()},
-            disk_names={names(name): on_disk for name, on_disk in self.disk_names.items()},
-            aliases={names(name): names(stored) for name, stored in self.aliases.items()},
-            copies={names(name): names(stored) for name, stored in self.copies.items()},
+            tensors={new_name(name): entry.with_name(new_name(name)) for name, entry in self.tensors.items()},
+            source_names={new_name(name): stored for name, stored in self.source_names.items()},
+            disk_names={new_name(name): on_disk for name, on_disk in self.disk_names.items()},
+            aliases={new_name(name): new_name(stored) for name, stored in self.aliases.items()},
+            copies={new_name(name): new_name(stored) for name, stored in self.copies.items()},
         )
 
     def with_copies(self, names: Iterable[str]) -> TargetTensors:
