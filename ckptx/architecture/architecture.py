@@ -60,7 +60,7 @@ class TieFlag:
 
     @property
     def is_constant(self) -> bool:
-        """True if nothing in ``config.json`` changes the flag."""
+        """Return True if nothing in ``config.json`` changes the flag."""
         return len(set(self.truth)) == 1
 
 
@@ -187,7 +187,7 @@ class Architecture:
 
     @property
     def model_names(self) -> frozenset[str]:
-        """Patterns of `name_patterns` that are names of the model itself."""
+        """Return the patterns of the model's own names: `name_patterns` without those that are only on disk."""
         changes = self.structure.conversions | self.structure.other_conversions
         disk = {pattern_of(name) for change in changes for name in change.sources}
         own = {pattern_of(name) for change in changes for name in change.targets}

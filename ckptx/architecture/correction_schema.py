@@ -38,7 +38,7 @@ class InvalidCorrectionError(ValueError):
 
 
 class _InvalidValueError(Exception):
-    """The kind of value that was expected."""
+    """A value of a key is invalid; the message is the kind of value that is required."""
 
 
 class _KeySpec(NamedTuple):
@@ -96,8 +96,8 @@ def _decode_row(row: Any, row_type: Callable[..., Any], keys: Mapping[str, _KeyS
     for key, value in row.items():
         try:
             values[keys[key].attribute] = keys[key].read(value)
-        except _InvalidValueError as needed:
-            raise InvalidCorrectionError(f"{location}: {key} is {json.dumps(value)} and must be {needed}") from None
+        except _InvalidValueError as error:
+            raise InvalidCorrectionError(f"{location}: {key} is {json.dumps(value)} and must be {error}") from None
     return row_type(**values)
 
 
@@ -108,8 +108,10 @@ def _refuse_conflicting_rows(sections: Mapping[str, Any], file: str) -> None:
         for number, row in enumerate(rows, 1):
             for identity in _exclusive_values(section, row):
                 if (section, *identity) in seen:
-                    what = " of ".join(filter(None, identity))
-                    raise InvalidCorrectionError(f"{file}: {section}, row {number}: an earlier row sets {what} already")
+                    value = " of ".join(filter(None, identity))
+                    raise InvalidCorrectionError(
+                        f"{file}: {section}, row {number}: an earlier row sets {value} already"
+                    )
                 seen.add((section, *identity))
 
 
@@ -193,7 +195,7 @@ def _read_patterns(value: Any) -> tuple[str, ...]:
 
 
 def _mapping_reader(read: ValueReader) -> ValueReader:
-    """Return a reader of values by FQN, likewise."""
+    """Return a reader of a mapping from FQNs to values; a key may have several FQNs, as alternatives in braces."""
     return lambda value: {
         name: read(each) for text, each in _read_object(value).items() for name in expand_braces(text)
     }

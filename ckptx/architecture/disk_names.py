@@ -22,12 +22,12 @@ class CheckpointNames:
 
     @functools.cached_property
     def match_fraction(self) -> float:
-        """Fraction of names that belong to the architecture."""
+        """Return the fraction of names that belong to the architecture."""
         return self._architecture.match_fraction(self._names)
 
     @functools.cached_property
     def _modules(self) -> frozenset[str]:
-        """All dotted prefixes: ``a.b.c`` gives ``a`` and ``a.b``."""
+        """Return all dotted prefixes: ``a.b.c`` gives ``a`` and ``a.b``."""
         found: set[str] = set()
         level = {name.rpartition(".")[0] for name in self._names}
         while level:

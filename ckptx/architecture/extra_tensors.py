@@ -143,7 +143,7 @@ OUTSIDE_REASON = "outside of the modules of the class"
 _PACKED_KIND = "packed weight"
 # Heads of classifiers, taggers and models that answer questions, by their names in most classes.
 _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
-_MIN_PARTS = 2  # minimum parts of a name that a class of a tower must know
+_MIN_COMPONENTS = 2  # of the shortest end of a name that is looked up in the classes of a tower
 
 
 class ExtraTensor(NamedTuple):
@@ -292,7 +292,7 @@ class ExtraTensors:
 
     @functools.cached_property
     def _lacks_own_head(self) -> bool:
-        """True if the class has a head, and the checkpoint has no tensor of it.
+        """Return True if the class has a head, and the checkpoint has no tensor of it.
 
         A head of another class then makes it a checkpoint of that class: a classifier with the config of a language
         model whose own head is tied, and so not stored.
@@ -309,7 +309,7 @@ class ExtraTensors:
             if each.owns(pattern):
                 return each.class_name
         parts = pattern.split(".")
-        suffixes = [".".join(parts[start:]) for start in range(1, len(parts) - _MIN_PARTS + 1)]
+        suffixes = [".".join(parts[start:]) for start in range(1, len(parts) - _MIN_COMPONENTS + 1)]
         return next((each.class_name for each in self._towers if any(map(each.owns, suffixes))), "")
 
     @functools.cached_property

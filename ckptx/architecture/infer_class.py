@@ -113,7 +113,8 @@ def _class_rank(class_name: str, is_decoder: bool) -> int:
     """Return the rank of a kind of class; an encoder is a masked language model unless it is made a decoder."""
     if class_name.endswith(_MASKED_LM) and not is_decoder:
         return -1
-    return next((at for at, end in enumerate(_PREFERRED_ENDINGS) if class_name.endswith(end)), len(_PREFERRED_ENDINGS))
+    positions = (index for index, ending in enumerate(_PREFERRED_ENDINGS) if class_name.endswith(ending))
+    return next(positions, len(_PREFERRED_ENDINGS))
 
 
 def _missing_head_modules(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:

@@ -4,10 +4,10 @@
     models/llama.json    {"source": {"directories": ["llama"], "digest": ...}, "classes": {...}, "bodies": {...},
                           "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
 
-A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in `rows`,
-`shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source` distinguishes the code
-that was introspected from other code of the same name. Only the file of the required class is opened. The index names
-the file: the class and model type of a checkpoint never become part of a path.
+A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in `class_rows`
+and `structure_rows`, `shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source`
+distinguishes the code that was introspected from other code of the same name. Only the file of the required class is
+opened. The index names the file: the class and model type of a checkpoint never become part of a path.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ FROM_SUFFIX_TABLE = "suffix table"
 def suffix_architecture(class_name: str, model_type: str) -> Architecture:
     """Return a fallback for an unknown class: one candidate pair, and no other names.
 
-    Its ``match`` is 0.0, and ``resolve_ties`` never refuses because of it: a missing name proves nothing.
+    Its ``match_fraction`` is 0.0, and ``resolve_ties`` raises no error for it: a missing name proves nothing.
     """
     pair = TiePair(tuple((target, source) for target, source, _ in SUFFIX_TIES), SUFFIX_FLAG)
     return Architecture(

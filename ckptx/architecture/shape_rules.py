@@ -286,8 +286,8 @@ class ShapeRules:
 def _has_sub_config(config: Mapping[str, Any], path: str) -> bool:
     """Return True if the config has the sub-config at a dotted path.
 
-    Defaults may be omitted in a part only. A key that is absent at the root was removed by hand, because
-    transformers writes every key there.
+    Only such a sub-config has defaults for absent keys. A key that is absent at the root was removed by hand, because
+    transformers writes every key there, so False is returned for the root.
     """
     if not path:
         return False
@@ -300,7 +300,7 @@ def _has_sub_config(config: Mapping[str, Any], path: str) -> bool:
 def star_prefixes(pattern: str) -> list[str]:
     """Return the prefix of a pattern before each star."""
     parts = pattern.split(".")
-    return [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
+    return [".".join(parts[:index]) for index, part in enumerate(parts) if part == "*"]
 
 
 def _evaluate_count(text: str, scope: Scope) -> int | None:

@@ -58,7 +58,7 @@ class SharedLayers:
 
     def ties(self, config: Mapping[str, Any]) -> tuple[TiePair, ...]:
         """Return all pairs under a config that this `covers`."""
-        layers = [at for at, kind in enumerate(config[self.kinds]) if kind == self.kind]
+        layers = [index for index, kind in enumerate(config[self.kinds]) if kind == self.kind]
         period = self._period(config)
         pairs = []
         for position, layer in list(enumerate(layers))[period:]:
@@ -77,12 +77,12 @@ class SharedLayers:
         return [
             each
             for name in sorted(enabled_names)
-            for each in ([name.replace("*", str(place)) for place in positions] if "*" in name else [name])
+            for each in ([name.replace("*", str(position)) for position in positions] if "*" in name else [name])
         ]
 
 
 def decode_shared(values: Mapping[str, Any]) -> SharedLayers:
     """Return the shared layers of a class in a model file."""
     flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
-    facts = {key: values[key] for key in ("kinds", "kind", "count", "period", "default", "names")}
-    return SharedLayers(paths=tuple(values["paths"]), flag=flag, **facts)
+    fields = {key: values[key] for key in ("kinds", "kind", "count", "period", "default", "names")}
+    return SharedLayers(paths=tuple(values["paths"]), flag=flag, **fields)

@@ -86,7 +86,7 @@ class Structure:
     root: tuple[str, ...] = ()
 
     def merged_with(self, other: Structure) -> Structure:
-        """Add the entries of `other`, the same class under another config."""
+        """Return the structure with the entries of `other` added, the same class under another config."""
         return dataclasses.replace(
             self,
             plan={**other.plan, **self.plan},
@@ -100,7 +100,7 @@ class Structure:
         )
 
     def with_conversions_of(self, other: Structure) -> Structure:
-        """Add the changes of `other`, the same class with another sub-model."""
+        """Return the structure with the conversions of `other` added, the same class with another sub-model."""
         changes = self.conversions | other.conversions
         variants = (self.other_conversions | other.other_conversions) - changes
         return dataclasses.replace(self, conversions=changes, other_conversions=variants)

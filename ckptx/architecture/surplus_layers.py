@@ -79,7 +79,5 @@ def _has_reason(extra: ExtraTensor | None) -> bool:
 def _count_mtp_layers(config: Mapping[str, Any]) -> int:
     """Return the number of layers that the config adds after the last one."""
     nested = config.get("text_config")
-    places: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
-    return max(
-        (count for place in places for key in _MTP_COUNT_KEYS if type(count := place.get(key)) is int), default=0
-    )
+    configs: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
+    return max((count for each in configs for key in _MTP_COUNT_KEYS if type(count := each.get(key)) is int), default=0)

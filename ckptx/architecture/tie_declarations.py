@@ -25,8 +25,8 @@ def ties_from_list(targets: Iterable[str], source: str | None, shapes: Mapping[s
         shapes: Shapes of all parameters of the model.
 
     Example:
-        >>> mapping_of_list(["lm_head.weight"], "wte.weight", {"wte.weight": (8, 4), "lm_head.weight": (8,
-        4)}) {'lm_head.weight': 'wte.weight'}
+        >>> ties_from_list(["lm_head.weight"], "wte.weight", {"wte.weight": (8, 4), "lm_head.weight": (8, 4)})
+        {'lm_head.weight': 'wte.weight'}
     """
     patterns = sorted(targets)
     mapping = {}
@@ -45,7 +45,7 @@ def flatten_chains(pairs: Mapping[str, str]) -> dict[str, str]:
     """Follow chains, so that no source is itself a target; self-references and cycles are dropped.
 
     Example:
-        >>> flatten({"c": "b", "b": "a"})
+        >>> flatten_chains({"c": "b", "b": "a"})
         {'c': 'a', 'b': 'a'}
     """
     flat: dict[str, str] = {}

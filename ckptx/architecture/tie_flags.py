@@ -73,7 +73,7 @@ def measure_flag(
     if answers[0] is None:
         raise UnmeasurableFlagError("the config class cannot be built from its defaults")
     # a refused combination never reaches a model; it counts as not tied
-    return TieFlag(tuple(relevant), "".join("1" if build_and_read else "0" for build_and_read in answers))
+    return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
 
 
 def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -2,7 +2,7 @@
 
 The config flag is not sufficient: checkpoints with ``tie_word_embeddings: true`` may have two different tensors, and T5
 forces the flag for all. The stored tensors decide, exactly as in ``from_pretrained``; where that would silently leave a
-parameter with random values, this refuses.
+parameter with random values, an error is raised.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TieDecision:
     Attributes:
         target: Name of the alias, in the naming of the checkpoint.
         source: Name that a HF checkpoint stores, in the naming of the checkpoint.
-        case: Row of the tie table.
+        case: Case of the pair, see `Case`.
         action: ``alias``: one tensor, stored as ``stored``. ``keep-both``: two tensors. ``none``: nothing to tie.
         stored: For ``alias``, the name on disk with the data, possibly a third name of the same tie; else None.
         declared: True if the config ties the pair. An undeclared alias (``--tie-missing``) must be stored under both
@@ -144,7 +144,11 @@ def untying_edits(
     for pair in untied:
         paths.update(pair.flag.paths)
     edited = _with_flags_off(config, paths)
-    aliases = [d for pair, d in decided_pairs if d.declared and d.action == "alias" and not pair.flag.is_set(edited)]
+    aliases = [
+        decision
+        for pair, decision in decided_pairs
+        if decision.declared and decision.action == "alias" and not pair.flag.is_set(edited)
+    ]
     if aliases:
         return UntyingEdits(note=f"tie_word_embeddings is unchanged: {aliases[0].target} still needs it")
     listed = ", ".join(sorted(".".join(path) for path in paths))
@@ -210,7 +214,7 @@ class _TieResolver:
 
         if has_target and has_source and not is_declared:
             return make_decision("undeclared", "keep-both", f"{target} and {source} both present")
-        absent = [name for name, there in ((target, has_target), (source, has_source)) if not there]
+        absent = [name for name, is_present in ((target, has_target), (source, has_source)) if not is_present]
         for name in absent:
             if self.names.has_other_form(name):
                 return make_decision("other-form", "none", f"{name} present in another form")
@@ -252,9 +256,9 @@ class _TieResolver:
         is_unread = has_target and not pair.is_primary and source.endswith(".bias")
         if is_unread or not self._is_of_class():
             return make_decision(case, "none", f"{missing} absent")
-        why = pair.flag.explain(self.config)
+        reason = pair.flag.explain(self.config)
         self.problems.append(
-            f"{missing}: not in the checkpoint, and not tied to {present} ({why}), so "
+            f"{missing}: not in the checkpoint, and not tied to {present} ({reason}), so "
             f"{self.architecture.class_name} would start with random values there; "
             f"pass --tie-missing to use {present} for it, or add the tensor"
         )

@@ -153,7 +153,7 @@ def derive_architecture(
 
 
 def add_names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
-    """Add the names of the class under one more config to `known`; cheap if the model has no new names."""
+    """Return `known` with the names of the class under one more config; cheap if the model has no new names."""
     patterns, ignored, structure = known.patterns, known.ignored | _ignored_patterns(model), known.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
         disk_names = disk_names_by_naming(model)
@@ -257,7 +257,9 @@ def _flag_config_paths(model: PreTrainedModel, names: Mapping[str, Any]) -> dict
             continue
         dotted_prefix = f"{prefix}." if prefix else ""
         expanded = module.get_expanded_tied_weights_keys()
-        targets = existing_pairs({dotted_prefix + t: dotted_prefix + s for t, s in expanded.items()}, names)
+        targets = existing_pairs(
+            {dotted_prefix + target: dotted_prefix + source for target, source in expanded.items()}, names
+        )
         for target in targets:
             # parents come first: the outermost sub-model that declares the pair determines its flag
             config_paths.setdefault(target, find_config_path(module.config, tree))

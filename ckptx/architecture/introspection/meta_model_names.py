@@ -173,7 +173,7 @@ def _permutation_text(op: Any, tensors: list[str]) -> str:
     """Return a RoPE permutation as text: direction, tensors that it permutes (none for all), number of heads."""
     parts: list[str] = []
     if op.permute_layer_names is not None:
-        parts = [str(at) for at, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
+        parts = [str(i) for i, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
         if not parts:
             return ""
     heads = join_path(op.subconfig_key or "", "num_attention_heads")
@@ -195,7 +195,9 @@ def _prefix_change_subsets(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
 def _revert_conversions(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    selected = [c for at, c in enumerate(conversions) if at in optional or not isinstance(c, PrefixChange)]
+    selected = [
+        each for index, each in enumerate(conversions) if index in optional or not isinstance(each, PrefixChange)
+    ]
     if not selected:
         return tensors
     previous = getattr(model, "_weight_conversions", None)

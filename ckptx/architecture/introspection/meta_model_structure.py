@@ -206,13 +206,15 @@ def _stack_rule(model: PreTrainedModel, path: str, count: str, other_path: str, 
         is_shared = bool(other_path) and _is_inside(other_path, container)
         if is_shared and role == "encoder":
             break
-        seen = False
+        is_after_layers = False
         for name in _children(model, container):
             if name == parts[depth]:
-                seen = True
+                is_after_layers = True
                 continue
             child = join_path(container, name)
-            if name in (_MODULES_AFTER_LAYERS if seen else _ALWAYS_AFTER_LAYERS) or (head and _is_inside(head, child)):
+            if name in (_MODULES_AFTER_LAYERS if is_after_layers else _ALWAYS_AFTER_LAYERS) or (
+                head and _is_inside(head, child)
+            ):
                 after.append(child)
             elif role == "decoder" and other_path and not is_shared:
                 before.append(child)
@@ -241,9 +243,9 @@ def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequ
     """Return, for each pattern of the plan in an attention module, candidate factors of its sharded dim."""
     dims: dict[str, tuple[set[int], str, Any]] = {}
     for path, module in model.named_modules():
-        kind = type(module).__name__
+        class_name = type(module).__name__
         config = getattr(module, "config", None)
-        if not ("Attention" in kind or "Attn" in kind or kind.endswith("DeltaNet")):
+        if not ("Attention" in class_name or "Attn" in class_name or class_name.endswith("DeltaNet")):
             continue
         config = config if isinstance(config, PreTrainedConfig) else nearest_config(model, path)
         if config is None:
