@@ -168,12 +168,12 @@ def main() -> None:
     ]  # fmt: skip
     columns = (
         "model",
-        "batches",
+        "batches of two sequences",
         "stages",
         "peak memory",
         "relative to one stage",
         "estimate",
-        "bit-identical results",
+        "bit-identical tensors",
     )
     title = "Reference of `verify --run`, split into stages; bfloat16 as stored"
     publish(arguments.results, "layerwise_reference", {"rows": rows}, [table(title, columns, lines)])

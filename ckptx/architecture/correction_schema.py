@@ -28,7 +28,7 @@ from ckptx.architecture.correction_rows import (
 from ckptx.architecture.expressions import Scope, try_evaluate
 from ckptx.layout.styles import STYLES
 
-INPUT_KINDS = ("images", "audio", "heard")  # of an `InputRow`
+INPUT_KINDS = ("images", "audio", "heard")  # kinds of `InputRow`
 
 ValueReader = Callable[[Any], Any]
 

@@ -143,7 +143,7 @@ OUTSIDE_REASON = "outside of the modules of the class"
 _PACKED_KIND = "packed weight"
 # Heads of classifiers, taggers and models that answer questions, by their names in most classes.
 _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
-_MIN_COMPONENTS = 2  # of the shortest end of a name that is looked up in the classes of a tower
+_MIN_COMPONENTS = 2  # components of the shortest suffix that is looked up in the classes of a tower
 
 
 class ExtraTensor(NamedTuple):

@@ -14,7 +14,7 @@ from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.expressions import Scope, keys_of, try_evaluate
 from ckptx.errors import InputError
 
-Sizes = tuple[int | None, ...]  # of a tensor; None for an unknown size
+Sizes = tuple[int | None, ...]  # shape of a tensor; None for an unknown size
 
 _MAX_COUNT = 1 << 20  # maximum number of layers or experts
 

@@ -34,7 +34,9 @@ _PART_NBYTES = 4 << 20  # maximum size of a stored value; the store refuses 8 Mi
 _DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
 _LEFT_BEAT = -(1 << 40)  # makes any number of heartbeats negative
 
-_rendezvous_count = 0  # of this process; equal on all ranks, and part of the keys, so that no messages are mixed up
+_rendezvous_count = (
+    0  # number of rendezvous so far, equal on all ranks; part of the keys, so that messages are not mixed up
+)
 
 
 class PeerProcesses:

@@ -23,7 +23,7 @@ _MAX_MEMORY_RATIO = 2.5  # GPU memory is drawn up to this multiple of the peak
 _MAX_TICKS = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TICK_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
-_LETTER_WIDTH_PERCENT = 0.72  # of the plot width
+_LETTER_WIDTH_PERCENT = 0.72  # percent of the plot width
 
 
 class StepPart(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from ckptx.catalog.region import Region
 from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct_regions, format_layer_spans
 
-_WIDTH, _HEIGHT = 48, 32  # of a thumbnail
-_MAX_THUMBNAIL_SHARDS = 64  # rectangles in a thumbnail
-_MAX_FILES = 6  # named per rank
+_WIDTH, _HEIGHT = 48, 32  # size of a thumbnail in pixels
+_MAX_THUMBNAIL_SHARDS = 64  # largest number of rectangles in a thumbnail
+_MAX_FILES = 6  # files named per rank
 
 
 class Axes(NamedTuple):
@@ -92,7 +92,7 @@ def page_data(layout: Layout) -> dict[str, Any]:
             for holder in layout.holders
         ],
         "bits": {group.dtype.name: group.dtype.bits for group in layout.groups},
-        "cuts": [_sharding_row(sharding) for sharding in layout.shardings],
+        "shardings": [_sharding_row(sharding) for sharding in layout.shardings],
         "groups": [
             [
                 group.pattern,
@@ -113,7 +113,7 @@ def _sharding_row(sharding: Sharding) -> dict[str, Any]:
         "down": axes.down,
         "across": axes.across,
         "others": axes.others,
-        "pieces": [[holders, region.offsets, region.sizes] for region, holders in distinct_regions(sharding)],
+        "shards": [[holders, region.offsets, region.sizes] for region, holders in distinct_regions(sharding)],
     }
 
 

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { colors, holders, cuts, groups, bits, unit } = data;
+  const { colors, holders, shardings, groups, bits, unit } = data;
   const pick = (id) => document.getElementById(id);
   const detail = pick("detail"), rows = pick("rows"), searchBox = pick("search"), words = searchBox.querySelector("input"), said = pick("holder");
   const MOST_HITS = 200, MOST_OPEN = 16, WIDTH = 600, TALL = 420, SVG = "http://www.w3.org/2000/svg";
@@ -76,18 +76,18 @@
 
   // ---- the drawing
 
-  const boxOf = (cut) => {
-    if (cut.down === null) return [WIDTH, 72, true];
-    const ratio = cut.shape[cut.down] / cut.shape[cut.across];
+  const boxOf = (sharding) => {
+    if (sharding.down === null) return [WIDTH, 72, true];
+    const ratio = sharding.shape[sharding.down] / sharding.shape[sharding.across];
     let width = WIDTH, height = WIDTH * ratio;
     if (height > TALL) [width, height] = [TALL / ratio, TALL];
     const fits = width >= 200 && height >= 90;
     return [Math.max(width, 200), Math.max(height, 90), fits];
   };
-  const facetsOf = (cut) => {
+  const facetsOf = (sharding) => {
     const facets = new Map();
-    cut.pieces.forEach((piece, index) => {
-      const key = cut.others.map((dim) => `dim ${dim} ${piece[1][dim]}:${piece[1][dim] + piece[2][dim]}`).join(", ");
+    sharding.shards.forEach((shard, index) => {
+      const key = sharding.others.map((dim) => `dim ${dim} ${shard[1][dim]}:${shard[1][dim] + shard[2][dim]}`).join(", ");
       if (!facets.has(key)) facets.set(key, []);
       facets.get(key).push(index);
     });
@@ -101,25 +101,25 @@
     return shown;
   };
 
-  const figureOf = (cut, indices, first, tell) => {
-    const [width, height] = boxOf(cut);
-    const left = cut.down === null ? 4 : 64, top = 34;
-    const across = cut.across === null ? 1 : cut.shape[cut.across] || 1;
-    const down = cut.down === null ? 1 : cut.shape[cut.down] || 1;
+  const figureOf = (sharding, indices, first, tell) => {
+    const [width, height] = boxOf(sharding);
+    const left = sharding.down === null ? 4 : 64, top = 34;
+    const across = sharding.across === null ? 1 : sharding.shape[sharding.across] || 1;
+    const down = sharding.down === null ? 1 : sharding.shape[sharding.down] || 1;
     const sx = width / across, sy = height / down;
     const svg = draw("svg", { viewBox: `0 0 ${left + width + 8} ${top + height + 6}`, width: left + width + 8, tabindex: 0, role: "img" });
     svg.append(draw("rect", { class: "frame", x: left, y: top, width, height }));
     const [begins, tops] = [new Set(), new Set()];
     const shapes = [];
     for (const index of indices) {
-      const [held, offsets, sizes] = cut.pieces[index];
-      const x0 = cut.across === null ? 0 : offsets[cut.across], y0 = cut.down === null ? 0 : offsets[cut.down];
-      const w = (cut.across === null ? 1 : sizes[cut.across]) * sx, h = (cut.down === null ? 1 : sizes[cut.down]) * sy;
+      const [held, offsets, sizes] = sharding.shards[index];
+      const x0 = sharding.across === null ? 0 : offsets[sharding.across], y0 = sharding.down === null ? 0 : offsets[sharding.down];
+      const w = (sharding.across === null ? 1 : sizes[sharding.across]) * sx, h = (sharding.down === null ? 1 : sizes[sharding.down]) * sy;
       begins.add(x0);
       tops.add(y0);
       const gap = Math.min(w, h) > 5 ? 1 : 0;
       const place = { x: left + x0 * sx + gap / 2, y: top + y0 * sy + gap / 2, width: Math.max(w - gap, 0.5), height: Math.max(h - gap, 0.5) };
-      const rect = draw("rect", { ...place, class: "piece", style: tint(first + held[0]), "data-p": index });
+      const rect = draw("rect", { ...place, class: "shard", style: tint(first + held[0]), "data-p": index });
       svg.append(rect);
       shapes.push(rect);
       if (held.length > 1) svg.append(draw("rect", { ...place, class: "hatch", "data-p": index }));
@@ -127,12 +127,12 @@
       const label = h < 14 ? "" : long.length * 7 + 8 < w ? long : short.length * 7 + 4 < w ? short : "";
       if (label) svg.append(draw("text", { class: "on-fill", "data-p": index, x: left + x0 * sx + w / 2, y: top + y0 * sy + h / 2 }, label));
     }
-    if (cut.across !== null) {
-      svg.append(draw("text", { x: left, y: 11 }, `dim ${cut.across} \u2192 ${cut.shape[cut.across].toLocaleString("en")}`));
+    if (sharding.across !== null) {
+      svg.append(draw("text", { x: left, y: 11 }, `dim ${sharding.across} \u2192 ${sharding.shape[sharding.across].toLocaleString("en")}`));
       for (const value of ticks(begins, sx, 44)) svg.append(draw("text", { x: left + value * sx, y: 28 }, value));
     }
-    if (cut.down !== null) {
-      svg.append(draw("text", { x: 0, y: 11 }, `dim ${cut.down} \u2193`));
+    if (sharding.down !== null) {
+      svg.append(draw("text", { x: 0, y: 11 }, `dim ${sharding.down} \u2193`));
       for (const value of ticks(tops, sy, 13)) svg.append(draw("text", { x: left - 6, y: top + value * sy + 10, "text-anchor": "end" }, value));
     }
     let at = -1;
@@ -152,9 +152,9 @@
     return svg;
   };
 
-  const tableOf = (cut, dtype, first) => {
+  const tableOf = (sharding, dtype, first) => {
     const body = make("tbody");
-    const sorted = cut.pieces.flatMap(([held, offsets, sizes]) => held.map((at, i) => ({ at: first + at, offsets, sizes, replica: i > 0 })));
+    const sorted = sharding.shards.flatMap(([held, offsets, sizes]) => held.map((at, i) => ({ at: first + at, offsets, sizes, replica: i > 0 })));
     sorted.sort((a, b) => a.at - b.at);
     for (const { at, offsets, sizes, replica } of sorted) {
       const who = make("td", {}, make("i", { style: tint(at) }), holders[at][0]);
@@ -166,33 +166,33 @@
   };
 
   const showTensor = ({ g, index }, rank) => {
-    const [, dtype, c] = groups[g], all = members(g), { name, first } = all[index], cut = cuts[c];
-    const held = [...new Set(cut.pieces.flatMap(([at]) => at.map((i) => first + i)))];
+    const [, dtype, c] = groups[g], all = members(g), { name, first } = all[index], sharding = shardings[c];
+    const held = [...new Set(sharding.shards.flatMap(([at]) => at.map((i) => first + i)))];
     const readout = make("p", { class: "readout", role: "status" }, "\u00a0");
     const tell = (p) => {
       readout.textContent = "\u00a0";
       if (p === null) return;
-      const [at, offsets, sizes] = cut.pieces[p];
+      const [at, offsets, sizes] = sharding.shards[p];
       const copies = at.length > 1 ? `, ${at.length} replicas` : "";
       readout.textContent = `${ranges(at.map((i) => first + i))}: offsets ${list(offsets)}, sizes ${list(sizes)}, ${human(nbytes(dtype, sizes))}${copies}`;
     };
     const figure = make("div", { class: "figure" });
-    const facets = [...facetsOf(cut)];
+    const facets = [...facetsOf(sharding)];
     for (const [title, indices] of facets.slice(0, 16)) {
       if (title && facets.length > 1) figure.append(make("h4", {}, title));
-      const svg = figureOf(cut, indices, first, tell);
-      svg.setAttribute("aria-label", `${name} ${list(cut.shape)}: ${cut.text}, on ${ranges(held)}. Arrow keys step through its shards.`);
+      const svg = figureOf(sharding, indices, first, tell);
+      svg.setAttribute("aria-label", `${name} ${list(sharding.shape)}: ${sharding.text}, on ${ranges(held)}. Arrow keys step through its shards.`);
       figure.append(svg);
     }
     const asides = [];
     if (facets.length > 16) asides.push(`${facets.length - 16} more slices, listed in the table`);
-    if (facets.length === 1 && cut.others.length) asides.push(cut.others.map((dim) => `dim ${dim} (size ${cut.shape[dim]}) is not split and not drawn`).join("; "));
-    if (!cut.pieces.length) asides.push("the tensor has no elements");
-    else if (!boxOf(cut)[2]) asides.push("not to scale: the shorter side is enlarged");
-    if (cut.pieces.some(([at]) => at.length > 1)) asides.push(`hatched: several ${unit}s hold the same elements`);
-    const facts = make("p", { class: "facts" }, make("b", {}, `${dtype} ${list(cut.shape)}`), ` \u00b7 ${human(nbytes(dtype, cut.shape))} \u00b7 `, make("b", {}, cut.text), held.length ? ` \u00b7 ${ranges(held)}` : "");
-    const table = make("details", {}, make("summary", {}, `${counted(cut.pieces.reduce((n, [at]) => n + at.length, 0), "shard")} as a table`));
-    table.addEventListener("toggle", () => table.open && table.children.length === 1 && table.append(tableOf(cut, dtype, first)));
+    if (facets.length === 1 && sharding.others.length) asides.push(sharding.others.map((dim) => `dim ${dim} (size ${sharding.shape[dim]}) is not split and not drawn`).join("; "));
+    if (!sharding.shards.length) asides.push("the tensor has no elements");
+    else if (!boxOf(sharding)[2]) asides.push("not to scale: the shorter side is enlarged");
+    if (sharding.shards.some(([at]) => at.length > 1)) asides.push(`hatched: several ${unit}s hold the same elements`);
+    const facts = make("p", { class: "facts" }, make("b", {}, `${dtype} ${list(sharding.shape)}`), ` \u00b7 ${human(nbytes(dtype, sharding.shape))} \u00b7 `, make("b", {}, sharding.text), held.length ? ` \u00b7 ${ranges(held)}` : "");
+    const table = make("details", {}, make("summary", {}, `${counted(sharding.shards.reduce((n, [at]) => n + at.length, 0), "shard")} as a table`));
+    table.addEventListener("toggle", () => table.open && table.children.length === 1 && table.append(tableOf(sharding, dtype, first)));
     detail.replaceChildren(make("h3", {}, name), facts);
     if (all.length > 1) {
       const back = make("button", { type: "button" }, "\u2190 previous"), on = make("button", { type: "button" }, "next \u2192");
@@ -202,13 +202,13 @@
       on.onclick = () => go({ tensor: all[index + 1].name });
       detail.append(make("div", { class: "steps" }, back, on, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} with this sharding`));
     }
-    table.open = cut.pieces.length > 1 && cut.pieces.length <= MOST_OPEN;
+    table.open = sharding.shards.length > 1 && sharding.shards.length <= MOST_OPEN;
     detail.append(make("div", { class: "drawn" }, figure, table), readout);
     if (asides.length) detail.append(make("p", { class: "note" }, `${asides.join("; ")}.`));
     markHolders(asked().has("tensor") ? held : [], rank);
     const parted = rank !== null && held.includes(rank);
     for (const node of figure.querySelectorAll("[data-p]")) {
-      node.classList.toggle("faint", parted && !cut.pieces[node.dataset.p][0].includes(rank - first));
+      node.classList.toggle("faint", parted && !sharding.shards[node.dataset.p][0].includes(rank - first));
     }
     for (const row of rows.querySelectorAll(".row")) row.classList.toggle("on", Number(row.dataset.g) === g);
     for (const hit of rows.querySelectorAll(".hit")) hit.classList.toggle("on", hit.textContent === name);
@@ -267,8 +267,8 @@
   };
 
   // The first selection: a tensor sharded along the most dims, the largest of these.
-  const spread = (cut) => cut.shape.filter((_, dim) => new Set(cut.pieces.map((piece) => piece[1][dim])).size > 1).length;
-  const rankOf = ([, dtype, c]) => [spread(cuts[c]), nbytes(dtype, cuts[c].shape)];
+  const spread = (sharding) => sharding.shape.filter((_, dim) => new Set(sharding.shards.map((shard) => shard[1][dim])).size > 1).length;
+  const rankOf = ([, dtype, c]) => [spread(shardings[c]), nbytes(dtype, shardings[c].shape)];
   let best = 0;
   groups.forEach((group, g) => {
     const [a, b] = [rankOf(group), rankOf(groups[best])];

@@ -50,12 +50,12 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
 
 
 def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
-    """Return the mesh in words: `tp 2 x dp_shard 2 x pp 1, 4 ranks`."""
+    """Return the mesh in words: `tp 2 x pp 1 x dp_shard 2, 4 ranks`."""
     if not ranks:
         return "not sharded"
     if layout is None:
         return f"unknown, {counted(ranks, 'rank')} from file names"
-    sizes = f"tp {layout['tp']} x dp_shard {layout['dp_shard']} x pp {layout['pp']}"
+    sizes = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
     return f"{sizes}, {counted(ranks, 'rank')}"
 
 
@@ -79,7 +79,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     else:
         lines += _summary_lines(rows, mesh_report.balance)
     if mesh_report.balance:
-        lines.append(f"  balance       {balance_text(mesh_report.balance)}")
+        lines.append(f"  balance       tensors of a rank: {balance_text(mesh_report.balance)}")
     return lines
 
 

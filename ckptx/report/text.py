@@ -94,7 +94,7 @@ def _output_line(report: ConversionReport) -> str:
 
 
 def _source_line(report: ConversionReport) -> str:
-    """Return the fate of the source tensors: `source tensors: 43 (20 written, 1 tied, 22 optimizer skipped)`."""
+    """Return the fate of the source tensors: `source tensors: 43 (20 written, 1 tied, 22 optimizer dropped)`."""
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
@@ -103,7 +103,7 @@ def _source_line(report: ConversionReport) -> str:
     if ledger["aliases"]:
         parts.append(f"{ledger['aliases']:,} tied")
     kinds = Counter(_state_kind(row["reason"]) for row in report.dropped)
-    parts += [f"{count:,} {kind}skipped" for kind, count in kinds.items()]
+    parts += [f"{count:,} {kind}dropped" for kind, count in kinds.items()]
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
 
 
@@ -118,8 +118,8 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    per_rank = f"mean {human_bytes(mean)} per rank, largest {human_bytes(max(sizes))}"
-    lines = [f"layout: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
+    per_rank = f"files of a rank: mean {human_bytes(mean)}, largest {human_bytes(max(sizes))}"
+    lines = [f"mesh: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
             layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
@@ -216,7 +216,7 @@ def verify_text(report: VerifyReport) -> str:
     lines = _difference_lines(rows, ("the reference", "the checkpoint"))
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
-        lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)}")
+        lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)} from both checkpoints")
     elif rows:
         not_compared = sum(row["what"] != "content" for row in rows)
         lines.append(_different_text(rows, report.compared + not_compared))

@@ -312,7 +312,7 @@ class _CommandPhases:
                 f"{self._runs.losses_path(self._runs.run_folder(UNINTERRUPTED))}: no loss after step {self.save_at}, "
                 "from which the resumed run continues; log every step"
             )
-        noise_factor, default_factor = self.checks.loss_times_noise, ChecksBlock().loss_times_noise
+        noise_factor, default_factor = self.checks.loss_noise_factor, ChecksBlock().loss_noise_factor
         verdict = compare_measurements(
             "loss",
             _loss_pairs(reference_losses, resumed_losses, self.save_at),

@@ -145,7 +145,7 @@ def _patch_functions(
         for module in (io, builtins):
             stack.enter_context(patch.object(module, "open", patched.wrap_open(open)))
         stack.enter_context(patch.object(staging, "_exchange_names", patched.wrap_exchange(staging._exchange_names)))
-        accessor = getattr(pathlib, "_NormalAccessor", None)  # where Python 3.10 keeps the functions of `os`
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` there
         for name in ("open", *_PATH_FUNCTIONS, *_TWO_PATH_FUNCTIONS):
             if hasattr(accessor, name):
                 replaced = io.open if name == "open" else getattr(os, name)

@@ -367,15 +367,15 @@ def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
 
 def _loss_verdict(session: Session, reference: RunResult, actual: RunResult, noise: float | None) -> Verdict:
     steps = sorted(actual.losses)
-    noise_factor = session.recipe.checks.loss_times_noise
+    noise_factor = session.recipe.checks.loss_noise_factor
     pairs = zip(losses_of_steps(reference.losses, steps), losses_of_steps(actual.losses, steps), strict=True)
-    return compare_measurements("loss", pairs, noise, noise_factor, _DEFAULTS.loss_times_noise)
+    return compare_measurements("loss", pairs, noise, noise_factor, _DEFAULTS.loss_noise_factor)
 
 
 def _logits_verdict(session: Session, reference: Logits, actual: Logits, noise: float | None) -> Verdict:
-    noise_factor = session.recipe.checks.logits_times_noise
+    noise_factor = session.recipe.checks.logits_noise_factor
     return compare_with_noise(
-        "logits", len(reference), max_difference(reference, actual), noise, noise_factor, _DEFAULTS.logits_times_noise
+        "logits", len(reference), max_difference(reference, actual), noise, noise_factor, _DEFAULTS.logits_noise_factor
     )
 
 

@@ -26,7 +26,7 @@ def shorten_socket_paths() -> None:
     directory = util.get_temp_dir()
     if len(os.fsencode(directory)) + _NAME_BYTES < _MAX_PATH_BYTES:
         return
-    config = process.current_process()._config  # type: ignore[attr-defined]  # where `get_temp_dir` looks
+    config = process.current_process()._config  # type: ignore[attr-defined]  # `get_temp_dir` reads it
     try:
         descriptor = _descriptors.get(directory)
         if descriptor is None:

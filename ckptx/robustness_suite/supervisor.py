@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_SET_CHILD_SUBREAPER = 36  # option of prctl(2)
 _TERM_SECONDS = 10.0  # for a command to end after SIGTERM, in which launchers end their ranks
 _EXIT_SECONDS = 1.0  # for helper processes to end by themselves after the command
 _KILL_DELAY_SECONDS = 2.0  # between SIGTERM and SIGKILL for the other processes

@@ -476,7 +476,7 @@ def _(tensor: Value) -> bytes:
     return bytes(data)
 
 
-@dcp("no config beside a DCP", 3, r"has no config\.json.*pass --base HF.*or --base none", inspects=True)
+@dcp("no config beside a DCP", 3, r"has no config\.json.*pass --base PATH.*or --base none", inspects=True)
 def _(root: Path) -> None:
     write_dcp(root, llama())
 

@@ -56,7 +56,7 @@ class Switches(PreTrainedModel):  # type: ignore[misc]
         self.layers = nn.ModuleList(nn.Linear(2, 2, bias=config.bias) for _ in range(config.num_hidden_layers))
         parts = {
             "down": config.rank is not None,
-            "uninterrupted": config.rank is None,
+            "straight": config.rank is None,
             "gate": config.kind == "gated",
             "wi_1": config.is_gated_act,
             "dense": 0 in config.dense_layers,

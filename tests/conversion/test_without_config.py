@@ -159,7 +159,7 @@ def _had_a_config(dcp: Path) -> None:
 def test_otherwise_the_error_names_base(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     _, dcp = bare(tmp_path, "two files", "plain")
     spoil(dcp)
-    with pytest.raises(InputError, match=r"has no config\.json.*--base HF.*--base none"):
+    with pytest.raises(InputError, match=r"has no config\.json.*--base PATH.*--base none"):
         ckptx.convert("dcp2hf", dcp, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -167,7 +167,7 @@ def test_otherwise_the_error_names_base(tmp_path: Path, spoil: Callable[[Path], 
 @pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"max_shard_size": "1KB"}, {"tied": "copy"}])
 def test_whoever_asks_for_something_else_needs_a_config(tmp_path: Path, options: dict[str, str]) -> None:
     _, dcp = bare(tmp_path, "two files", "plain")
-    with pytest.raises(InputError, match="--base HF"):
+    with pytest.raises(InputError, match="--base PATH"):
         ckptx.convert("dcp2hf", dcp, tmp_path / "back", **options)
 
 

@@ -156,7 +156,7 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     if state:
         size = f"{sum(state.values()) / 1024:.2f} KiB"
         assert said == [
-            f"not converted: {len(state)} optimizer tensors ({size}), 0 other tensors, {len(objects)} pickled objects"
+            f"dropped: {len(state)} optimizer tensors ({size}), 0 other tensors, {len(objects)} pickled objects"
         ]
     else:
         assert said == []

@@ -98,7 +98,7 @@ def broken(**fields: Any) -> RobustnessReport:
             {"operation": "rename 1", "ranks": [0, 1], "is_async": False, "latest_step": 3, "ok": True},
             {"operation": "fsync 2", "ranks": [1], "is_async": True, "latest_step": None, "ok": False},
         ],
-        "settings": {"checks.loss_times_noise": "100"},
+        "settings": {"checks.loss_noise_factor": "100"},
         "injected_fault": "stale_rng",
     }  # fmt: skip
     return robust(**{**made, **fields})

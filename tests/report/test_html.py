@@ -243,7 +243,7 @@ def test_replicas_are_hatched(replicate: bool) -> None:
     catalog.files = {"__0_0.distcp": 8, "__1_0.distcp": 8}
     page = Page(page_of(catalog, dims)[0])
     assert len(page.all("rect", "hatch")) == replicate
-    assert page.data["cuts"][0]["pieces"] == [[[0, 1] if replicate else [0], [0], [4]]]
+    assert page.data["shardings"][0]["shards"] == [[[0, 1] if replicate else [0], [0], [4]]]
 
 
 # --------------------------------------------------------------------------------------------------------------------

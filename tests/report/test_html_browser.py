@@ -49,7 +49,7 @@ def pieces(page: Page) -> list[tuple[float, ...]]:
     """x, y, width, height of the rectangles that are drawn, rounded."""
     return [
         tuple(round(float(rect.attributes[key] or 0)) for key in ("x", "y", "width", "height"))
-        for rect in page.all("rect", "piece")
+        for rect in page.all("rect", "shard")
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_rank_in_the_address_is_described_and_set_off(browser: list[str], tmp_
     path.write_text(small()[0])
     page = opened(browser, path, tensor="layers.0.up", rank="5")
     assert page.by_id("holder").text.startswith("rank 5, stage 0, dp 1, tp 1 \u00b7 96 B \u00b7 4 tensors")
-    faint = [rect.has("faint") for rect in page.all("rect", "piece")]
+    faint = [rect.has("faint") for rect in page.all("rect", "shard")]
     assert (faint.count(True), faint.count(False)) == (7, 1)
 
 

@@ -32,10 +32,11 @@ def ranks_of(dims: ParallelDims) -> list[Holder]:
 
 def test_a_row_for_each_rank() -> None:
     lines = said(dims := ParallelDims(2, 2), ranks_of(dims))
-    assert lines[6] == "  mesh          tp 2 x dp_shard 1 x pp 2, 4 ranks"
+    assert lines[6] == "  mesh          tp 2 x pp 2 x dp_shard 1, 4 ranks"
     assert " ".join(lines[8].split()) == "rank stage dp tp layers tensors bytes vs mean files"
     assert " ".join(lines[11].split()) == "2 1 0 0 layers 1 3 1.00 KiB 1.00 1"
-    assert lines[-1] == "  balance       mean 1.00 KiB, max 1.00 KiB (rank 3), min 1.00 KiB (rank 0), max/mean 1.00"
+    extremes = "max 1.00 KiB (rank 3), min 1.00 KiB (rank 0), max/mean 1.00"
+    assert lines[-1] == f"  balance       tensors of a rank: mean 1.00 KiB, {extremes}"
     assert not any(line.split()[:1] == ["w"] for line in lines)
 
 

@@ -130,7 +130,7 @@ def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
 def test_properties_say_what_it_ran_with() -> None:
     suite = ET.fromstring(junit_xml(broken(), "small").encode())[0]
     said = {each.get("name"): each.get("value") for each in suite.iter("property")}
-    assert said["set checks.loss_times_noise"] == "100"
+    assert said["set checks.loss_noise_factor"] == "100"
     assert said["injected fault"] == "stale_rng" and said["torch"] == "2.13.0"
     assert said["widened resume loss"] == "resume: loss tolerance 4.8e-05 (100 x noise)"
 

@@ -19,7 +19,7 @@ from tests.situations.paths import hf2dcp
 from tests.support.checkpoint_writers import LLAMA, SINGLE, Value, flip, llama, value, write_dcp, write_hf
 
 AREA = "conversion"
-EDITED = r"config\.json: differs from the config that ckptx\.json records.*--base HF"
+EDITED = r"config\.json: differs from the config that ckptx\.json records.*--base PATH"
 SIZES = {
     "hidden_size": 8, "intermediate_size": 24, "vocab_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2,

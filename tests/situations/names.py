@@ -87,7 +87,7 @@ def _(box: Box) -> Any:
     )
 
 
-@situation(AREA, "moments under the names of the model", 0, "not converted: 24 optimizer tensors")
+@situation(AREA, "moments under the names of the model", 0, "dropped: 24 optimizer tensors")
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, under("state.model.") | under("exp_avg.", seed=9) | under("exp_avg_sq.", seed=99)))
 

@@ -224,14 +224,14 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
     line = lines.one(rf"source tensors: ({NUMBER}) \((.*)\)")
     parts = Counter[str]()
     for part in line[2].split(", "):
-        match = re.fullmatch(rf"({NUMBER}) (written|tied|(?:\w+ )?skipped)(?: as ({NUMBER}) tensors?)?", part)
+        match = re.fullmatch(rf"({NUMBER}) (written|tied|(?:\w+ )?dropped)(?: as ({NUMBER}) tensors?)?", part)
         assert match, part
         parts[match[2].rpartition(" ")[2]] += parse_count(match[1])
         if match[2] == "written":
             assert parse_count(match[3] or match[1]) == ledger["target"]["stored"]
-        if match[2] == "optimizer skipped":
+        if match[2] == "optimizer dropped":
             assert parse_count(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
-    expected = {"written": ledger["written"], "tied": ledger["aliases"], "skipped": ledger["dropped"]}
+    expected = {"written": ledger["written"], "tied": ledger["aliases"], "dropped": ledger["dropped"]}
     assert parts == Counter(expected)
     assert parse_count(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
     assert len(document["dropped"]) == ledger["dropped"]
@@ -278,7 +278,7 @@ def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryConte
 def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -> None:
     layout = document.get("layout")
     found = lines.every(
-        rf"layout: tp (\d+) x pp (\d+) x dp_shard (\d+), (?:mean ({SIZE}) per rank, largest|1 rank,) ({SIZE})"
+        rf"mesh: tp (\d+) x pp (\d+) x dp_shard (\d+), (?:files of a rank: mean ({SIZE}), largest|1 rank,) ({SIZE})"
     )
     assert len(found) == (layout is not None)
     if layout is None:
@@ -377,7 +377,7 @@ def check_verification(said: CommandResult, compared: int, differing: int, every
     document, lines = said.document, Lines(said.text)
     assert (document["compared"], len(document["differing"])) == (compared, differing)
     if not differing:
-        line = lines.one(rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read")
+        line = lines.one(rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read from both checkpoints")
         assert parse_count(line[1]) == compared and is_size(line[2], document["bytes_read"])
     else:
         line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")

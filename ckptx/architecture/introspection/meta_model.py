@@ -360,7 +360,7 @@ def _input_embeddings(model: Any) -> Any:
 def _output_embeddings(model: Any) -> Any:
     try:
         return model.get_output_embeddings()
-    except Exception:  # as above
+    except Exception:  # the same reason as above
         return None
 
 

@@ -96,7 +96,7 @@ def no_config_error(source: Catalog) -> InputError:
             "--base none to keep the names"
         )
     return InputError(
-        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base HF with the "
+        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base PATH with the "
         "checkpoint it was trained from, or --base none to write tensors without a config"
     )
 

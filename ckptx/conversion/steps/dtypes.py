@@ -59,7 +59,7 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, dtyp
     if dtype_option == "base":
         if not base.dtypes:
             raise UsageError(
-                "--dtype base: the dtypes of the base are unknown; pass --base HF, a checkpoint with weights, to "
+                "--dtype base: the dtypes of the base are unknown; pass --base PATH, a checkpoint with weights, to "
                 "convert to-hf or reshard, or choose a dtype"
             )
         dtypes = base_targets(target.tensors, base_dtypes)

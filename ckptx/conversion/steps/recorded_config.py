@@ -55,13 +55,13 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     if config_path == source_config.location / _CONFIG:
         raise InputError(
             f"{config_path}: differs from the config that {MANIFEST} records, which sets the order of elements in "
-            f"tensors ({_name_first(config_dependent)}); restore it, or pass --base HF with the config that the "
+            f"tensors ({_name_first(config_dependent)}); restore it, or pass --base PATH with the config that the "
             "tensors were written with"
         )
     if without_disk_name:
         raise InputError(
             f"{config_path}: its class has no Hugging Face names for these tensors ({_name_first(without_disk_name)}); "
-            "pass --base HF with the model that they came from"
+            "pass --base PATH with the model that they came from"
         )
     if _config_digest(source_config) == recorded.digest:
         _compare_operations(view, config_path, read_json_object(source_config, _CONFIG))
@@ -129,7 +129,7 @@ def _compare_operations(view: ModelView, config_path: Location, recorded_config:
         if recorded_operations.get(sources, ops) != ops:
             raise InputError(
                 f'{config_path}: orders the elements of "{sources[0]}" by {_describe(ops)}, but the {_CONFIG} that the '
-                f"tensors were written with by {_describe(recorded_operations[sources])}; pass --base HF with the "
+                f"tensors were written with by {_describe(recorded_operations[sources])}; pass --base PATH with the "
                 "model that they came from"
             )
 

@@ -11,7 +11,7 @@ from ckptx.model_view.sharder import ShardedModel
 from ckptx.report.report import human_bytes
 from ckptx.wording import counted
 
-_MIN_SHARDED_SHARE = 0.5  # of the bytes; sharding less with TP is rarely intended
+_MIN_SHARDED_SHARE = 0.5  # fraction of the bytes; sharding less with TP is rarely intended
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> Con
         mismatch = match.summary(str(view.catalog.root))
         if not allow_config_mismatch:
             raise InputError(
-                f"{mismatch}; add the missing files, pass --base HF with the config that it was trained with, or pass "
-                "--allow-config-mismatch to convert it anyway"
+                f"{mismatch}; add the missing files, pass --base PATH with the config that it was trained with, or "
+                "pass --allow-config-mismatch to convert it anyway"
             )
         notes.append(mismatch)
     return ConfigCheck(match, tuple(notes))
@@ -201,7 +201,7 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
     nbytes = view.nbytes(optimizer)
     count = len(other) - len(models.keys() & other)
     note = (
-        f"not converted: {counted(len(optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
+        f"dropped: {counted(len(optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
         f"{counted(count, 'other tensor')}, {counted(len(objects), 'pickled object')}"
     )
     return DroppedState(

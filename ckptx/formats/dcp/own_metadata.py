@@ -40,7 +40,7 @@ from ckptx.untrusted.limits import MAX_DIMS, MAX_TENSORS
 
 _GET, _LONG_GET, _TEXT, _LONG_TEXT, _MEMOIZE, _SET_ITEMS, _APPENDS, _NONE, _MARK, _TUPLE = b"hj\x8cX\x94ueN(t"
 _ONE_BYTE, _TWO_BYTES, _FOUR_BYTES, _LONG = b"KMJ\x8a"
-_TUPLES = b")\x85\x86\x87"  # of none to three values
+_TUPLES = b")\x85\x86\x87"  # opcodes for tuples of zero to three values
 
 
 def parse_own_metadata(data: bytes) -> LocatedMetadata | None:
@@ -158,7 +158,7 @@ class _OwnMetadataReader:
         self._data, self._position = data, len(_HEAD)
         self._memo: dict[bytes, object] = dict(_INITIAL_MEMO)
         self._shapes = ShapeCache()
-        self._names: dict[str, bytes] = {}  # of tensors and objects, with the reference to each
+        self._names: dict[str, bytes] = {}  # memo reference of each tensor and object, by name
 
     def read(self) -> LocatedMetadata:
         tensors, objects = self._read_state()

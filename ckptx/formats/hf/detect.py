@@ -16,7 +16,7 @@ from ckptx.untrusted.limits import MAX_INDEX_BYTES
 
 _BIN_INDEX, _BIN = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate saves it with FULL_STATE_DICT
-WHOLE_CHECKPOINT_NAMES = frozenset({SINGLE_FILE, _BIN, _FSDP_BIN})  # of one file that is a whole checkpoint
+WHOLE_CHECKPOINT_NAMES = frozenset({SINGLE_FILE, _BIN, _FSDP_BIN})  # files that are a whole checkpoint
 
 
 def detect_weights(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:

@@ -105,7 +105,7 @@ def _read_file_numbers(source: Source) -> dict[str, int]:
         if type(number) is not int or number < 1:
             raise InputError(
                 f'{path}: file number of tensor "{name}" must be a positive integer, found {number!r:.80}; save it '
-                "again, or pass --base HF"
+                "again, or pass --base PATH"
             )
     return files
 
@@ -119,7 +119,7 @@ def _read_dtypes(source: Source) -> dict[str, DType]:
         if dtype is None or not dtype.in_safetensors:
             error_class = UnsupportedError if isinstance(stored, str) else InputError
             raise error_class(
-                f'{path}: dtype {stored!r:.80} of tensor "{name}" is not a dtype of safetensors 0.8; pass --base HF'
+                f'{path}: dtype {stored!r:.80} of tensor "{name}" is not a dtype of safetensors 0.8; pass --base PATH'
             )
         dtypes[name] = dtype
     return dtypes

@@ -120,7 +120,7 @@ def parse_header(read: ReadBytes, size: int, where: str) -> Header:
 def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
     """Refuse duplicate keys: Python's JSON parser keeps the last one, but another parser may keep the first."""
     if text.count('"__metadata__"') < 2 and all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
-        return  # as many dtypes, shapes and offsets as tensors: no duplicate was dropped
+        return  # there are as many dtypes, shapes and offsets as tensors: no duplicate was dropped
 
     def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = dict(pairs)
@@ -155,7 +155,7 @@ def _parse_tensor(
         raise InputError(
             f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt'
         ) from error
-    key = f"{dtype_name!r}{shape!r}"  # as a string, because 1, 1.0 and true are equal as keys
+    key = f"{dtype_name!r}{shape!r}"  # a string, because 1, 1.0 and true are equal as keys
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)

@@ -149,7 +149,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
             if get_overload_packet(func) in _INDEXING_OPS:
                 return _index_tensor(func, args, kwargs)
             if get_overload_packet(func) == torch.ops._c10d_functional.wait_tensor:
-                return args[0]  # as for real tensors; a fake result would be a second tensor
+                return args[0]  # the same object, like for real tensors; a fake result would be a second tensor
             if get_overload_packet(func) == torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
                 return _grouped_product(*args, **kwargs)
             return func(*args, **kwargs)

@@ -27,7 +27,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.distributed import DATA_DIMS
 from ckptx.runtime.torch_private import compute_norms, local_tensor, scale_all
 
-_EPSILON = 1e-6  # as in torch's `clip_grads_with_norm_`
+_EPSILON = 1e-6  # the value in torch's `clip_grads_with_norm_`
 
 _Groups = tuple[dist.ProcessGroup, ...]
 

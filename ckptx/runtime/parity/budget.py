@@ -30,9 +30,7 @@ from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.wording import counted
 
 _PASSES = 1 + noise.NUM_DRAWS
-_LOGITS_COPIES = (
-    4  # of the logits of one batch, in float32: themselves, softmax, their gradient, what noise made of them
-)
+_LOGITS_COPIES = 4  # float32 copies of the logits of a batch: logits, softmax, gradient, perturbed logits
 _COMPARISON_BYTES = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
 _ALLOCATION_OVERHEAD = 1.05  # factor for gaps between tensors in memory
 _ACTIVATIONS_PER_FEATURE = 3  # activations for each input and output of a matrix: before, after, and what is between

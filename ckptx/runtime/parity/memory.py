@@ -18,7 +18,7 @@ from ckptx.runtime.parity.model_loaders import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_USABLE_FRACTION = 0.9  # of the free memory; the rest is for allocations that are not counted
+_USABLE_FRACTION = 0.9  # fraction of free memory; the rest is for allocations that are not counted
 
 
 class MemoryLimits(NamedTuple):

@@ -176,7 +176,7 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
-    """Command of a third-party trainer, and the paths of its output.
+    """Command of a custom trainer, and the paths of its output.
 
     Attributes:
         command: Command to run; it is split like shell words, but no shell runs it. `{steps}` is the step at which it
@@ -217,14 +217,14 @@ class ChecksBlock(RecipeBlock, kw_only=True, frozen=True):
     Attributes:
         layouts: Other meshes to which checkpoints are resharded.
         sharded: Require parameters to be sharded (true) or not (false); null for no requirement.
-        loss_times_noise: Tolerance of losses, as a multiple of the measured noise.
-        logits_times_noise: Tolerance of logits, as a multiple of the measured noise.
+        loss_noise_factor: Tolerance of losses, as a multiple of the measured noise.
+        logits_noise_factor: Tolerance of logits, as a multiple of the measured noise.
     """
 
     layouts: tuple[LayoutBlock, ...] = ()
     sharded: bool | None = None
-    loss_times_noise: float = 8.0
-    logits_times_noise: float = 8.0
+    loss_noise_factor: float = 8.0
+    logits_noise_factor: float = 8.0
 
 
 class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
@@ -232,7 +232,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         description: One-line description of the recipe.
-        trainer: Command of a third-party trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
+        trainer: Command of a custom trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
             uses ckptx's own trainer.
     """
 

@@ -18,7 +18,7 @@ from ckptx.errors import UsageError
 from ckptx.untrusted.printable import one_line
 
 B = TypeVar("B", bound=msgspec.Struct)
-DescribeSubject = Callable[..., str]  # of the paths of keys: the option that sets one of them, or the file
+DescribeSubject = Callable[..., str]  # returns the option that sets a key, or the file that contains it
 
 _TYPE_DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
 _PLURAL_DESCRIPTIONS = {int: "integers", float: "numbers", str: "strings"}

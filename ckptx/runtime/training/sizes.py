@@ -106,8 +106,8 @@ def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
         ("schedule.warmup_steps", schedule.warmup_steps, 0, training.total_steps or training.steps),
         ("schedule.min_lr", schedule.min_lr, 0, optimizer.lr),
         ("checkpoint.keep", recipe.checkpoint.keep, 1, None),
-        ("checks.loss_times_noise", recipe.checks.loss_times_noise, 1, None),
-        ("checks.logits_times_noise", recipe.checks.logits_times_noise, 1, None),
+        ("checks.loss_noise_factor", recipe.checks.loss_noise_factor, 1, None),
+        ("checks.logits_noise_factor", recipe.checks.logits_noise_factor, 1, None),
     ]
     for path, value, minimum, maximum in rows:
         if value is not None and not (minimum <= value and (maximum is None or value <= maximum)):

@@ -125,7 +125,7 @@ def make_stage(
                     del tensors[key]
                     shape = (
                         () if f"{lead}{key}" in modules_after else tensor.shape
-                    )  # what it is added to is like an input
+                    )  # the tensor that it is added to is like an input
                     object.__setattr__(module, key, _make_nan(shape, tensor.dtype, device))
 
     strip(model, "")

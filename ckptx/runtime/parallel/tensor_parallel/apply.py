@@ -221,7 +221,7 @@ def _can_run_on_shards(
     tp: int,
 ) -> bool:
     """Return True if everything in a unit can run on shards."""
-    head_widths: set[int] = set()  # of heads
+    head_widths: set[int] = set()
     for name in names:
         matched_rule, placement = plan.rule_of(name), decisions[name].placement
         if matched_rule is None:
