@@ -25,6 +25,7 @@ from ckptx.report.html_data import (
     thumbnail_id,
     thumbnails,
 )
+from ckptx.report.number_formats import format_text
 from ckptx.report.page import read_asset, render_page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
@@ -238,7 +239,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
 
 def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
     facts = [
-        ("format", report.format),
+        ("format", format_text(report.format)),
         ("architecture", report.architecture or "unknown"),
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
@@ -289,10 +290,10 @@ def _mesh_sentence(layout: Layout) -> Markup:
         ).format(counted(len(layout.holders), "rank"))
     else:
         sentence = Markup(
-            "<b>tp {} &times; dp_shard {} &times; pp {}</b> = {}. In a stage, columns are TP ranks and rows are DP "
+            "<b>tp {} &times; pp {} &times; dp_shard {}</b> = {}. In a stage, columns are TP ranks and rows are DP "
             "ranks{}"
         ).format(
-            dims.tp, dims.dp_shard, dims.pp, counted(dims.world_size, "rank"),
+            dims.tp, dims.pp, dims.dp_shard, counted(dims.world_size, "rank"),
             "; each stage has the same colors." if dims.pp > 1 else ".",
         )  # fmt: skip
     return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored whole on one rank."

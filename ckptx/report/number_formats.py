@@ -38,6 +38,14 @@ def peak_memory_text(report: Report) -> tuple[str, str]:
     return label, human_bytes(report.peak_rss)
 
 
+_FORMAT_NAMES = {"sharded": "sharded safetensors", "fsdp": "FSDP rank files", "bin": "pytorch_model.bin"}
+
+
+def format_text(name: str) -> str:
+    """Return the name of a checkpoint format for summaries and pages: `sharded safetensors` for "sharded"."""
+    return _FORMAT_NAMES.get(name, name)
+
+
 def bytes_read_text(report: Report) -> str:
     """Return the bytes of tensor data that a run read: `79.43 MiB read`."""
     return f"{human_bytes(report.bytes_read)} read"

@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptx.report.number_formats import bytes_read_text, peak_memory_text, speed_text, stored_text, written_text
+from ckptx.report.number_formats import (
+    bytes_read_text,
+    format_text,
+    peak_memory_text,
+    speed_text,
+    stored_text,
+    written_text,
+)
 from ckptx.report.report import Report, counted, human_bytes
 
 if TYPE_CHECKING:  # a command imports only the report that it returns
@@ -25,7 +32,6 @@ _TIE_RESULTS = {
     "single": "stored under one name",
 }
 _SOURCES_OF_FACTS = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
-_FORMAT_NAMES = {"sharded": "sharded safetensors", "fsdp": "FSDP rank files", "bin": "pytorch_model.bin"}
 
 
 def conversion_text(report: ConversionReport) -> str:
@@ -142,7 +148,7 @@ def inspect_text(report: InspectionReport) -> str:
     """Return the summary that `inspect` prints."""
     lines = [
         f"{report.path}",
-        f"  format        {_FORMAT_NAMES.get(report.format, report.format)}, {counted(len(report.files), 'file')}",
+        f"  format        {format_text(report.format)}, {counted(len(report.files), 'file')}",
         f"  architecture  {report.architecture or 'unknown'}",
         f"  tensors       {_tensor_total_text(report)}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",
