@@ -1,7 +1,7 @@
-"""Plot of memory over one training step as inline SVG: stacked areas by kind, with the peak marked.
+"""Plot of memory over one training step as inline SVG: stacked areas by kind of memory, with the peak marked.
 
-Time is unknown, so all parts of a step have the same width. A part is one layer in one forward or backward pass, or the
-work outside the layers.
+Kinds are weights, gradients, activations and so on. Time is unknown, so all slots have the same width. A slot is one
+layer in one forward or backward pass, or the work outside the layers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TICK_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000
 _LETTER_WIDTH_PERCENT = 0.72  # percent of the plot width
 
 
-class StepPart(NamedTuple):
+class Slot(NamedTuple):
     """A part of a step, drawn as one slot of the plot.
 
     Attributes:
-        part: "build" (inputs), "forward", "backward", "clipping" or "optimizer".
+        phase: "build" (inputs), "forward", "backward", "clipping" or "optimizer".
         microbatch: Index of the forward or backward pass (microbatch).
         layer: Name of the layer; "" outside layers.
-        bytes_by_kind: Bytes by kind, at the time when their sum is largest.
+        bytes_by_kind: Bytes by kind of memory, at the time when their sum is largest.
     """
 
-    part: str
+    phase: str
     microbatch: int
     layer: str
     bytes_by_kind: tuple[int, ...]
@@ -46,7 +46,7 @@ class Area(NamedTuple):
     """One stacked area of the plot.
 
     Attributes:
-        kind_index: Index of its bytes in `StepPart.bytes_by_kind`.
+        kind_index: Index of its bytes in `Slot.bytes_by_kind`.
         color: Number of its color in report.css.
     """
 
@@ -94,23 +94,23 @@ class Scale(NamedTuple):
         return [Tick(self.y(0), "0"), *(Tick(self.y(each * unit), f"{each:g} {name}") for each in numbers)]
 
 
-def make_slots(timeline: Sequence[Sequence[Any]]) -> list[StepPart]:
+def make_slots(timeline: Sequence[Sequence[Any]]) -> list[Slot]:
     """Return a slot for each layer and pass, with the work around a layer merged into the layer.
 
     Args:
-        timeline: Rows of part, microbatch, layer and the bytes by kind.
+        timeline: Rows of phase, microbatch, layer and the bytes by kind.
     """
-    slots = [StepPart(part, microbatch, layer, tuple(sizes)) for part, microbatch, layer, *sizes in timeline]
+    slots = [Slot(phase, microbatch, layer, tuple(sizes)) for phase, microbatch, layer, *sizes in timeline]
     return _downsample(_merge_gaps(slots))
 
 
-def _total_bytes(slot: StepPart) -> int:
+def _total_bytes(slot: Slot) -> int:
     return sum(slot.bytes_by_kind)
 
 
-def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
-    """Merge work between two layers of a pass, or between two parts of one layer, into the first of them."""
-    merged: list[StepPart] = []
+def _merge_gaps(slots: Sequence[Slot]) -> list[Slot]:
+    """Merge work between two layers of a pass, or between two slots of one layer, into the first of them."""
+    merged: list[Slot] = []
     for _, each in groupby(slots, key=lambda slot: slot[:2]):
         group = list(each)
         last_layer_index = max((index for index, slot in enumerate(group) if slot.layer), default=-1)
@@ -124,7 +124,7 @@ def _merge_gaps(slots: Sequence[StepPart]) -> list[StepPart]:
     return merged
 
 
-def _downsample(slots: list[StepPart]) -> list[StepPart]:
+def _downsample(slots: list[Slot]) -> list[Slot]:
     """Reduce the slots to about `_MAX_SLOTS`: each group of neighbors in a pass keeps the slot with the most bytes."""
     group_size = -(-len(slots) // _MAX_SLOTS)
     if group_size == 1:
@@ -139,18 +139,18 @@ def _downsample(slots: list[StepPart]) -> list[StepPart]:
 
 
 def area_plot(
-    slots: Sequence[StepPart],
+    slots: Sequence[Slot],
     areas: Sequence[Area],
     scale: Scale,
     *,
     peak: str,
-    slot_text: Callable[[StepPart], str],
+    slot_text: Callable[[Slot], str],
     pass_names: Callable[[str, int], Sequence[str]],
 ) -> Plot:
     """Return the plot.
 
     Args:
-        slots: Parts of the step; at least one.
+        slots: Slots of the step; at least one.
         areas: Areas, bottom first.
         scale: Vertical scale.
         peak: Label of the peak.
@@ -160,7 +160,7 @@ def area_plot(
     slot_width = WIDTH / len(slots)
     peak_index = max(range(len(slots)), key=lambda index: _total_bytes(slots[index]))
     shapes = [
-        *_draw_passes(slots, slot_width),
+        *_draw_backward_passes(slots, slot_width),
         *_draw_reserved(scale),
         *_draw_areas(slots, areas, scale, slot_width),
         *_draw_memory(scale),
@@ -175,8 +175,8 @@ def area_plot(
     if scale.memory is not None:
         side = "right" if WIDTH / 2 <= x < 0.7 * WIDTH or x < 0.2 * WIDTH else "left"  # clear of the peak label
         style = f"top:{100 * scale.y(scale.memory) / HEIGHT:.2f}%;{side}:6px"
-        free = f"{human_bytes(scale.reserved)} reserved"
-        labels.append(Label(f"GPU memory {human_bytes(scale.memory)}, {free}", style, "memory"))
+        reserved = f"{human_bytes(scale.reserved)} reserved"
+        labels.append(Label(f"GPU memory {human_bytes(scale.memory)}, {reserved}", style, "memory"))
     return Plot(
         "memory over one training step",
         scale.ticks(),
@@ -191,22 +191,22 @@ def _peak_label(x: float, text: str) -> Label:
     return Label(text, side, f"peak {'after' if x < 0.5 else 'before'}")
 
 
-def _group_passes(slots: Sequence[StepPart]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield part, microbatch, first slot and number of slots of each pass."""
+def _group_passes(slots: Sequence[Slot]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield phase, microbatch, first slot and number of slots of each pass."""
     begin = 0
-    for (part, microbatch), each in groupby(slots, key=lambda slot: (slot.part, slot.microbatch)):
+    for (phase, microbatch), each in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
         count = len(list(each))
-        yield part, microbatch, begin, count
+        yield phase, microbatch, begin, count
         begin += count
 
 
-def _draw_passes(slots: Sequence[StepPart], slot_width: float) -> Iterator[Markup]:
-    for part, _, begin, count in _group_passes(slots):
-        if part == "backward":
+def _draw_backward_passes(slots: Sequence[Slot], slot_width: float) -> Iterator[Markup]:
+    for phase, _, begin, count in _group_passes(slots):
+        if phase == "backward":
             yield svg_rect("pass", begin * slot_width, 0, count * slot_width, HEIGHT)
 
 
-def _draw_areas(slots: Sequence[StepPart], areas: Sequence[Area], scale: Scale, slot_width: float) -> Iterator[Markup]:
+def _draw_areas(slots: Sequence[Slot], areas: Sequence[Area], scale: Scale, slot_width: float) -> Iterator[Markup]:
     low = [0] * len(slots)
     for area in areas:
         high = [base + slot.bytes_by_kind[area.kind_index] for base, slot in zip(low, slots, strict=True)]
@@ -233,10 +233,10 @@ def _draw_memory(scale: Scale) -> Iterator[Markup]:
 
 
 def _pass_labels(
-    slots: Sequence[StepPart], slot_width: float, names: Callable[[str, int], Sequence[str]]
+    slots: Sequence[Slot], slot_width: float, names: Callable[[str, int], Sequence[str]]
 ) -> Iterator[Label]:
-    for part, microbatch, begin, count in _group_passes(slots):
-        candidates = names(part, microbatch)
+    for phase, microbatch, begin, count in _group_passes(slots):
+        candidates = names(phase, microbatch)
         width_percent = 100 * count * slot_width / WIDTH
         shown = next((name for name in candidates if len(name) * _LETTER_WIDTH_PERCENT <= width_percent), "")
         style = f"left:{100 * begin * slot_width / WIDTH:.2f}%;width:{width_percent:.2f}%"

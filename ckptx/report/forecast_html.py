@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptx.report.area_plot import Area, Scale, StepPart, area_plot, make_slots
+from ckptx.report.area_plot import Area, Scale, Slot, area_plot, make_slots
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.forecast_text import (
     batch_text,
@@ -205,9 +205,9 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
         return None
     kinds = list(report.kinds)
 
-    def slot_text(slot: StepPart) -> str:
+    def slot_text(slot: Slot) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.bytes_by_kind, strict=True) if size]
-        pass_name = pass_text(report, slot.part, slot.microbatch)
+        pass_name = pass_text(report, slot.phase, slot.microbatch)
         return (
             f"{pass_name}, {slot.layer or 'outside layers'}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
         )

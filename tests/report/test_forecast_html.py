@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptx.report.area_plot import Scale, StepPart, make_slots
+from ckptx.report.area_plot import Scale, Slot, make_slots
 from ckptx.report.forecast_html import forecast_page
 from ckptx.report.plots import Tick
 from ckptx.report.report import Report
@@ -140,8 +140,8 @@ def test_what_is_around_a_layer_goes_with_it() -> None:
         ["forward", 0, "l.1", 3], ["forward", 0, "", 9], ["backward", 0, "", 8], ["backward", 0, "l.1", 6],
     ]  # fmt: skip
     assert make_slots(rows) == [
-        StepPart("forward", 0, "", (1,)), StepPart("forward", 0, "l.0", (7,)), StepPart("forward", 0, "l.1", (3,)),
-        StepPart("forward", 0, "", (9,)), StepPart("backward", 0, "", (8,)), StepPart("backward", 0, "l.1", (6,)),
+        Slot("forward", 0, "", (1,)), Slot("forward", 0, "l.0", (7,)), Slot("forward", 0, "l.1", (3,)),
+        Slot("forward", 0, "", (9,)), Slot("backward", 0, "", (8,)), Slot("backward", 0, "l.1", (6,)),
     ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class ShrinkPolicy:
     shorten_vocabulary: bool = False
 
     def __str__(self) -> str:
-        """Return the description of the attempt for a message."""
+        """Describe the policy for a message."""
         heads = "few heads" if self.reduce_heads else "all heads"
         width = "of unchanged width" if self.min_head_dim is None else f"at least {self.min_head_dim} wide"
         stream = "a narrow" if self.reduce_hidden else "the whole"
@@ -64,7 +64,7 @@ class ShrinkPolicy:
 
 
 @dataclass(slots=True)
-class _PartFacts:
+class _ConfigFacts:
     """Facts about a config that describes layers: the whole config, or one nested in it.
 
     Attributes:
@@ -120,19 +120,19 @@ def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedC
         policy: Widths to reduce.
     """
     small_config = copy.deepcopy(config)
-    parts = list(iter_configs(small_config))
-    part_facts = [_collect_facts(each, policy) for each in parts]
-    hidden = _reduce_hidden_sizes(part_facts) if policy.reduce_hidden else {}
+    nested_configs = list(iter_configs(small_config))
+    all_facts = [_collect_facts(each, policy) for each in nested_configs]
+    hidden = _reduce_hidden_sizes(all_facts) if policy.reduce_hidden else {}
     projection_sizes = _reduce_widths(
-        (number for each in part_facts for number in each.integers_under(sorted(PROJECTION_KEYS))), 56, hidden
+        (number for each in all_facts for number in each.integers_under(sorted(PROJECTION_KEYS))), 56, hidden
     )
     vocabulary_size = (
         max(find_token_ids(small_config), default=0) + 1 + EXTRA_TOKENS if policy.shorten_vocabulary else None
     )
-    for part, facts in zip(parts, part_facts, strict=True):
+    for nested_config, facts in zip(nested_configs, all_facts, strict=True):
         _adjust_divisor(facts, hidden)
         width_maps = _make_width_maps(facts, hidden, projection_sizes, policy)
-        values = vars(part)
+        values = vars(nested_config)
         values.update({key: _map_value(key, value, width_maps, facts) for key, value in facts.original.items()})
         for rope in _rope_dicts(values):
             _shrink_rope(rope, facts.divisor)
@@ -142,7 +142,7 @@ def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedC
                     values[key] = min(values[key], -(-vocabulary_size // 64) * 64)
         _recompute_derived(facts.original, values)
         if facts.overrides:
-            part.per_layer_config = {
+            nested_config.per_layer_config = {
                 layer: {key: _map_value(key, value, width_maps, facts) for key, value in each.items()}
                 for layer, each in facts.overrides.items()
             }
@@ -153,12 +153,12 @@ def iter_configs(config: Any) -> Iterator[Any]:
     """Yield a config and every config nested in it, each once."""
     seen: set[int] = set()
 
-    def visit(part: Any) -> Iterator[Any]:
-        if id(part) in seen:
+    def visit(nested_config: Any) -> Iterator[Any]:
+        if id(nested_config) in seen:
             return
-        seen.add(id(part))
-        yield part
-        for value in list(vars(part).values()):
+        seen.add(id(nested_config))
+        yield nested_config
+        for value in list(vars(nested_config).values()):
             if isinstance(value, PreTrainedConfig):
                 yield from visit(value)
 
@@ -169,8 +169,8 @@ def find_token_ids(config: Any) -> set[int]:
     """Return every token id that a config names."""
     return {
         number
-        for part in iter_configs(config)
-        for key, value in vars(part).items()
+        for nested_config in iter_configs(config)
+        for key, value in vars(nested_config).items()
         if key.endswith(("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id"))
         for number in _integers(value)
         if number >= 0
@@ -180,16 +180,16 @@ def find_token_ids(config: Any) -> set[int]:
 # ------------------------------------------------------------------------------------------------- facts about a config
 
 
-def _collect_facts(part: Any, policy: ShrinkPolicy) -> _PartFacts:
-    old = copy.deepcopy({key: value for key, value in vars(part).items() if not isinstance(value, PreTrainedConfig)})
+def _collect_facts(config: Any, policy: ShrinkPolicy) -> _ConfigFacts:
+    old = copy.deepcopy({key: value for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
-    part_facts = _PartFacts(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
-    part_facts.head_counts = (
-        _reduce_head_counts(part_facts.integers_under(sorted(HEAD_COUNT_KEYS))) if policy.reduce_heads else {}
+    facts = _ConfigFacts(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
+    facts.head_counts = (
+        _reduce_head_counts(facts.integers_under(sorted(HEAD_COUNT_KEYS))) if policy.reduce_heads else {}
     )
     if policy.min_head_dim is not None:
-        part_facts.divisor = _find_head_divisor(part_facts, policy.min_head_dim)
-    return part_facts
+        facts.divisor = _find_head_divisor(facts, policy.min_head_dim)
+    return facts
 
 
 def _is_integer(value: Any) -> bool:
@@ -216,7 +216,8 @@ def _rope_dicts(values: Values) -> list[Values]:
 def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
     """Return reduced numbers of heads: equal counts stay equal, the order is kept, one stays one.
 
-    A count that is not a power of two stays so, as ALiBi positions take another branch then.
+    A count that is no power of two gets a new count that is none either, because ALiBi positions take another branch
+    for it.
     """
     ordered = sorted({each for each in counts if each > 1})
     first = 2 if len(ordered) == 1 else 1
@@ -229,19 +230,19 @@ def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
     return dict(zip(ordered, reduced, strict=True))
 
 
-def _find_head_divisor(part: _PartFacts, min_width: int) -> int:
+def _find_head_divisor(facts: _ConfigFacts, min_width: int) -> int:
     """Return the divisor for the widths of heads.
 
-    It is the largest power of two that divides them and the counts of their parts, and leaves at least `min_width` of
-    the widest.
+    It is the largest power of two that divides them and the numbers of rotary frequencies (per section), and leaves
+    the widest at least `min_width`.
     """
-    widths = part.integers_under(sorted(HEAD_DIM_KEYS)) + ([part.head_width] if part.head_width else [])
-    ropes = _rope_dicts(part.original)
+    widths = facts.integers_under(sorted(HEAD_DIM_KEYS)) + ([facts.head_width] if facts.head_width else [])
+    ropes = _rope_dicts(facts.original)
     counts = [number for rope in ropes for key in ROPE_COUNT_KEYS for number in _integers(rope.get(key))]
     counts += [len(rope[key]) for rope in ropes for key in ROPE_FACTOR_KEYS if isinstance(rope.get(key), list)]
     rotary_fractions = [rope["partial_rotary_factor"] for rope in ropes if rope.get("partial_rotary_factor")]
     rotary_fractions += [
-        part.original[key] for key in ("partial_rotary_factor", "rotary_pct") if part.original.get(key)
+        facts.original[key] for key in ("partial_rotary_factor", "rotary_pct") if facts.original.get(key)
     ]
 
     def fits(divisor: int) -> bool:
@@ -257,59 +258,63 @@ def _find_head_divisor(part: _PartFacts, min_width: int) -> int:
     return divisor
 
 
-def _reduce_hidden_sizes(part_facts: Iterable[_PartFacts]) -> dict[int, int]:
-    """Return old hidden size -> new, for all parts: the smallest that their heads allow and no other size has."""
-    by_size: dict[int, list[_PartFacts]] = {}
-    for part in part_facts:
-        if part.hidden_size is not None:
-            by_size.setdefault(part.hidden_size, []).append(part)
+def _reduce_hidden_sizes(all_facts: Iterable[_ConfigFacts]) -> dict[int, int]:
+    """Return old hidden size -> new, for all configs: the smallest that their heads allow and no other size has."""
+    by_size: dict[int, list[_ConfigFacts]] = {}
+    for facts in all_facts:
+        if facts.hidden_size is not None:
+            by_size.setdefault(facts.hidden_size, []).append(facts)
     reduced: dict[int, int] = {}
 
     def priority(size: int) -> tuple[bool, bool, int]:
         """Sort sizes that follow from heads first, as they have no choice.
 
-        Among them, sizes of parts with a vocabulary are first, as they cost most.
+        Among them, sizes of configs with a vocabulary are first, as they cost most.
         """
         users = by_size[size]
-        return not any(map(_has_dependent_heads, users)), not any("vocab_size" in each.original for each in users), size
+        return (
+            not any(map(_derives_head_width_from_hidden_size, users)),
+            not any("vocab_size" in each.original for each in users),
+            size,
+        )
 
     for old in sorted(by_size, key=priority):
-        choices = [choice for part in by_size[old] for choice in _hidden_choices(part) if choice <= old]
+        choices = [choice for facts in by_size[old] for choice in _hidden_choices(facts) if choice <= old]
         free = [each for each in choices if each not in reduced.values()]
-        dependent_parts = [part for part in by_size[old] if _has_dependent_heads(part)]
-        shared_choices = [each for each in free if all(each in _hidden_choices(part) for part in dependent_parts)]
+        dependent_facts = [facts for facts in by_size[old] if _derives_head_width_from_hidden_size(facts)]
+        shared_choices = [each for each in free if all(each in _hidden_choices(facts) for facts in dependent_facts)]
         reduced[old] = min(shared_choices or free or choices or [old])
     return reduced
 
 
-def _has_dependent_heads(part: _PartFacts) -> bool:
-    return part.head_width is not None and not part.is_state_space
+def _derives_head_width_from_hidden_size(facts: _ConfigFacts) -> bool:
+    return facts.head_width is not None and not facts.is_state_space
 
 
-def _hidden_choices(part: _PartFacts) -> list[int]:
-    """Return the hidden sizes that the heads of a part allow, in ascending order."""
-    head_counts = [part.head_counts.get(each, each) for each in part.integers_under(sorted(HEAD_COUNT_KEYS))]
-    if _has_dependent_heads(part):
-        old_width, old = part.head_width or 1, part.hidden_size or 1
-        heads = part.head_counts.get(old // old_width, old // old_width)
-        return [heads * old_width // (part.divisor >> power) for power in range(part.divisor.bit_length())]
-    has_head_dim = bool(part.integers_under(("head_dim", "d_kv")))  # else the hidden size is divided among the heads
+def _hidden_choices(facts: _ConfigFacts) -> list[int]:
+    """Return the hidden sizes that the heads of a config allow, in ascending order."""
+    head_counts = [facts.head_counts.get(each, each) for each in facts.integers_under(sorted(HEAD_COUNT_KEYS))]
+    if _derives_head_width_from_hidden_size(facts):
+        old_width, old = facts.head_width or 1, facts.hidden_size or 1
+        heads = facts.head_counts.get(old // old_width, old // old_width)
+        return [heads * old_width // (facts.divisor >> power) for power in range(facts.divisor.bit_length())]
+    has_head_dim = bool(facts.integers_under(("head_dim", "d_kv")))  # else the hidden size is divided among the heads
     step = math.lcm(8, *(each if has_head_dim else 8 * each for each in head_counts))
     first = -(-64 // step)
     excluded = {
-        heads * width // part.divisor for heads in head_counts for width in part.integers_under(("head_dim", "d_kv"))
+        heads * width // facts.divisor for heads in head_counts for width in facts.integers_under(("head_dim", "d_kv"))
     }
     return [step * times for times in range(first, first + 16) if step * times not in excluded]
 
 
-def _adjust_divisor(part: _PartFacts, hidden_sizes: Mapping[int, int]) -> None:
+def _adjust_divisor(facts: _ConfigFacts, hidden_sizes: Mapping[int, int]) -> None:
     """Adjust the widths of heads to the chosen hidden size, if one follows from the other."""
-    old = part.hidden_size
-    if old is None or not _has_dependent_heads(part) or old not in hidden_sizes:
+    old = facts.hidden_size
+    if old is None or not _derives_head_width_from_hidden_size(facts) or old not in hidden_sizes:
         return
-    width = part.head_width or 1
-    heads = part.head_counts.get(old // width, old // width)
-    part.divisor = max(1, width * heads // hidden_sizes[old])
+    width = facts.head_width or 1
+    heads = facts.head_counts.get(old // width, old // width)
+    facts.divisor = max(1, width * heads // hidden_sizes[old])
 
 
 def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, int]) -> dict[int, int]:
@@ -319,56 +324,62 @@ def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, in
 
 
 def _make_width_maps(
-    part: _PartFacts, hidden_sizes: Mapping[int, int], projection_sizes: Mapping[int, int], policy: ShrinkPolicy
+    facts: _ConfigFacts, hidden_sizes: Mapping[int, int], projection_sizes: Mapping[int, int], policy: ShrinkPolicy
 ) -> dict[str, Callable[[int], int]]:
     """Return the mapping of the numbers under each kind of key: "heads", "head dims", ..."""
-    feed_forward_sizes = _reduce_widths(part.integers_under(sorted(FEED_FORWARD_KEYS)), 32, {})
-    ranks = _reduce_widths(part.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
-    expert_count = _reduced_expert_count(part)
+    feed_forward_sizes = _reduce_widths(facts.integers_under(sorted(FEED_FORWARD_KEYS)), 32, {})
+    ranks = _reduce_widths(facts.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
+    expert_count = _reduced_expert_count(facts)
     return {
         "hidden": lambda old: hidden_sizes.get(old, old),
-        "links": lambda old: hidden_sizes.get(old, projection_sizes.get(old, old) if policy.reduce_hidden else old),
-        "heads": lambda old: part.head_counts.get(old, old),
-        "head dims": lambda old: old // part.divisor,
+        "hidden or projection": lambda old: hidden_sizes.get(
+            old, projection_sizes.get(old, old) if policy.reduce_hidden else old
+        ),
+        "heads": lambda old: facts.head_counts.get(old, old),
+        "head dims": lambda old: old // facts.divisor,
         "feed forward": lambda old: feed_forward_sizes.get(old, old),
         "ranks": lambda old: ranks.get(old, old),
         "states": lambda old: min(old, 8),
-        "tables": lambda old: min(old, 4),
+        "per-layer embeddings": lambda old: min(old, 4),
         "buckets": lambda old: min(old, 1024),
         "experts": lambda old: min(old, expert_count),
     }
 
 
-def _reduced_expert_count(part: _PartFacts) -> int:
-    """Return twice the number of experts per token, with enough experts in each group for the groups of a token."""
-    experts_per_token = max((each for each in part.integers_under(TOP_K_KEYS) if each > 0), default=1)
-    groups = max(part.integers_under(("n_group", "num_expert_group")), default=1) or 1
-    groups_per_token = max(part.integers_under(("topk_group",)), default=groups) or groups
+def _reduced_expert_count(facts: _ConfigFacts) -> int:
+    """Return the reduced number of experts.
+
+    It is at least twice the number per token, and each group has enough experts for the `topk_group` groups of a token
+    to hold those of the token.
+    """
+    experts_per_token = max((each for each in facts.integers_under(TOP_K_KEYS) if each > 0), default=1)
+    groups = max(facts.integers_under(("n_group", "num_expert_group")), default=1) or 1
+    groups_per_token = max(facts.integers_under(("topk_group",)), default=groups) or groups
     if groups == 1:
         return max(4, 2 * experts_per_token)
     return max(2, -(-2 * experts_per_token // groups), -(-experts_per_token // groups_per_token)) * groups
 
 
 _KIND_OF_KEY = {
-    **dict.fromkeys(PROJECTION_KEYS, "links"),
-    **dict.fromkeys(HIDDEN_SIZE_KEYS, "links"),
+    **dict.fromkeys(PROJECTION_KEYS, "hidden or projection"),
+    **dict.fromkeys(HIDDEN_SIZE_KEYS, "hidden or projection"),
     **dict.fromkeys(HEAD_COUNT_KEYS, "heads"),
     **dict.fromkeys(HEAD_DIM_KEYS, "head dims"),
     **dict.fromkeys(FEED_FORWARD_KEYS, "feed forward"),
     **dict.fromkeys(LOW_RANK_KEYS, "ranks"),
     **dict.fromkeys(STATE_SIZE_KEYS, "states"),
-    **dict.fromkeys(PER_LAYER_EMBEDDING_KEYS, "tables"),
+    **dict.fromkeys(PER_LAYER_EMBEDDING_KEYS, "per-layer embeddings"),
     **dict.fromkeys(HASH_BUCKET_KEYS, "buckets"),
     **dict.fromkeys(EXPERT_COUNT_KEYS, "experts"),
 }
 
 
-def _map_value(key: str, value: Any, width_maps: Mapping[str, Callable[[int], int]], part: _PartFacts) -> Any:
+def _map_value(key: str, value: Any, width_maps: Mapping[str, Callable[[int], int]], facts: _ConfigFacts) -> Any:
     """Return the new value; lists element by element, values that are no integers unchanged."""
     kind = _KIND_OF_KEY.get(key)
     if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NON_WIDTH_WORDS):
         kind = "hidden"
-    if kind is None or (kind == "head dims" and not _is_divisible(value, part.divisor)):
+    if kind is None or (kind == "head dims" and not _is_divisible(value, facts.divisor)):
         return value
     if isinstance(value, list | tuple):
         return type(value)(width_maps[kind](each) if _is_integer(each) else each for each in value)

@@ -16,7 +16,7 @@ from torch import nn
 from ckptx.runtime.model.layers import canonical_name
 
 NUM_DRAWS = 3
-NOISE_MULTIPLE = 8  # times the noise
+NOISE_MULTIPLE = 8  # tolerance, in multiples of the noise
 
 _CHUNK_NUMEL = 1 << 16  # elements
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,8 +54,8 @@ def perturb_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str
                 perturbed_weights.append((weight, first, _perturb(weight, _make_step_generator(first, draw))))
         yield
     finally:
-        for weight, first, at_the_edge in perturbed_weights:
-            _perturb(weight, _make_step_generator(first, draw), at_the_edge)
+        for weight, first, toggled_indices in perturbed_weights:
+            _perturb(weight, _make_step_generator(first, draw), toggled_indices)
 
 
 def _make_step_generator(name: str, draw: int) -> torch.Generator:
@@ -75,32 +75,32 @@ def perturb_copy(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def _perturb(
-    tensor: torch.Tensor, generator: torch.Generator, undo_indices: Sequence[torch.Tensor] | None = None
+    tensor: torch.Tensor, generator: torch.Generator, earlier_toggles: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Perturb the elements in place, in bands so that it takes little memory.
+    """Perturb the elements in place, in chunks so that it takes little memory.
 
     Args:
         tensor: Tensor on any device.
         generator: CPU generator, so that every device gets the same steps.
-        undo_indices: Result of an earlier call with the same steps, to undo it; None to perturb.
+        earlier_toggles: Result of an earlier call with the same steps, to undo it; None to perturb.
 
     Returns:
-        For each band, the indices of elements that became perturbable, or ceased to be, by this step.
+        For each chunk, the indices of elements that became perturbable, or ceased to be, by this step.
     """
     row_major = tensor.contiguous()
-    changed_indices = []
+    toggled_indices = []
     for number, chunk in enumerate(row_major.view(-1).split(_CHUNK_NUMEL) if tensor.numel() else ()):
         steps = torch.randint(0, 2, chunk.shape, generator=generator, dtype=torch.int8).to(chunk.device) * 2 - 1
         is_perturbable = _can_perturb(chunk)
-        if undo_indices is not None:
-            is_perturbable[undo_indices[number]] ^= True
+        if earlier_toggles is not None:
+            is_perturbable[earlier_toggles[number]] ^= True
             steps = -steps
         bits = chunk.view(_INTEGER_DTYPES[chunk.element_size()])
         bits += steps.masked_fill_(~is_perturbable, 0)
-        changed_indices.append((is_perturbable != _can_perturb(chunk)).nonzero()[:, 0])
+        toggled_indices.append((is_perturbable != _can_perturb(chunk)).nonzero()[:, 0])
     if row_major is not tensor:
         tensor.copy_(row_major)
-    return changed_indices
+    return toggled_indices
 
 
 def _can_perturb(chunk: torch.Tensor) -> torch.Tensor:

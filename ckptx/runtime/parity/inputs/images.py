@@ -1,7 +1,8 @@
-"""One image per sequence, in the smallest form that the config of a class allows: a function for each form.
+"""One image per sequence, of the smallest size that the config of a class allows: a function for each form.
 
-This module has the forms of whole images and the table of all forms; those of patches are in `patches`. The section
-`inputs` of the corrections of a class names its form. Shapes and masks are those that the processor of the class
+A form is a layout of the image inputs. This module has the forms of whole images and the table of all forms; those of
+patches are in `patches`. The section `inputs` in the corrections file of a class, which has hand-written facts, names
+its form. Shapes and masks are those that the processor of the class
 returns. `n` below is the batch size.
 """
 
@@ -32,7 +33,7 @@ from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_
 # -------------------------------------------------------------------------------------- images of the tower's only size
 
 
-def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
+def _fixed_form(count: Callable[[Config, int], int]) -> ImageForm:
     """Return the form of towers with one position per patch of `image_size`; pixels are (n, channels, size, size).
 
     Args:
@@ -50,40 +51,40 @@ def _fixed(count: Callable[[Config, int], int]) -> ImageForm:
     return image
 
 
-def _every_patch(config: Config, side: int) -> int:
+def _count_every_patch(config: Config, side: int) -> int:
     return side * side
 
 
 def _of_any_tower(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for Llava, whose tower may be of any model type; the corrections of that type give its form."""
-    if any(row.any_size for row in _tower(config)):
+    if any(row.any_size for row in _tower_rows(config)):
         return _any_size(1, config, batch_size, generator)
-    return _fixed(_selected)(config, batch_size, generator)
+    return _fixed_form(_count_selected)(config, batch_size, generator)
 
 
-def _tower(config: Config) -> tuple[TowerRow, ...]:
+def _tower_rows(config: Config) -> tuple[TowerRow, ...]:
     return corrections_of(str(config["vision_config"].get("model_type"))).as_tower
 
 
-def _selected(config: Config, side: int) -> int:
+def _count_selected(config: Config, side: int) -> int:
     """Return the number of tokens of an image.
 
     By default, the class drops the first feature, which is the class token of CLIP; other towers may have none.
     """
-    has_class = all(row.class_token for row in _tower(config))
-    return side * side + has_class - int(config.get("vision_feature_select_strategy", "default") == "default")
+    has_class_token = all(row.class_token for row in _tower_rows(config))
+    return side * side + has_class_token - int(config.get("vision_feature_select_strategy", "default") == "default")
 
 
-def _downsampled(config: Config, side: int) -> int:
+def _count_downsampled(config: Config, side: int) -> int:
     return int(side // int(config["downsample_factor"])) ** 2
 
 
-def _halved_twice(config: Config, side: int) -> int:
+def _count_halved_twice(config: Config, side: int) -> int:
     """Return the tokens after two padded convolutions of stride 2, which round up."""
     return (-(-side // 4)) ** 2
 
 
-def _pooled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_pooled_image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     token = find_image_token(config)
     tokens = [int(config["boi_token_index"]), *[token] * int(config["mm_tokens_per_image"])]
     tokens.append(int(config["eoi_token_index"]))
@@ -99,12 +100,12 @@ def _of_timm(config: Config, batch_size: int, generator: torch.Generator) -> Mul
     return MultimodalInput(tokens, token, {"pixel_values": make_random_tensor(generator, batch_size, 3, 768, 768)})
 
 
-def _prompt(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_prompt(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make a prompt without an answer: all tokens, those of the image included, have type 0 and see each other."""
-    return _fixed(_every_patch)(config, batch_size, generator)._replace(token_types=("token_type_ids", 0))
+    return _fixed_form(_count_every_patch)(config, batch_size, generator)._replace(token_types=("token_type_ids", 0))
 
 
-def _shuffled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_shuffled_image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     token, ratio = find_image_token(config), float(config["vision_config"]["pixel_shuffle_ratio"])
     count = round(count_patches_per_side(config) ** 2 * ratio**2)
     tokens = [int(config["boi_token_index"]), *[token] * count, int(config["eoi_token_index"])]
@@ -119,10 +120,10 @@ def _cross_attended(config: Config, batch_size: int, generator: torch.Generator)
     """
     vision, token = config["vision_config"], find_image_token(config)
     tiles, size = int(vision["max_num_tiles"]), first_size(vision["image_size"])
-    shapes = [int(high) * int(wide) for high, wide in vision["supported_aspect_ratios"]]
+    tile_counts = [int(rows) * int(columns) for rows, columns in vision["supported_aspect_ratios"]]
     tensors = {
         "pixel_values": make_random_tensor(generator, batch_size, 1, tiles, count_channels(config), size, size),
-        "aspect_ratio_ids": torch.full((batch_size, 1), 1 + shapes.index(max(shapes))),  # 0 is no image
+        "aspect_ratio_ids": torch.full((batch_size, 1), 1 + tile_counts.index(max(tile_counts))),  # 0 is no image
         "aspect_ratio_mask": torch.ones(batch_size, 1, tiles, dtype=torch.long),
     }
 
@@ -147,10 +148,12 @@ def _tiles(config: Config, batch_size: int, generator: torch.Generator) -> Multi
         count_patches_per_side(config),
     )
     height, width = min(config["image_grid_pinpoints"], key=lambda point: (point[0] * point[1], *point))
-    high, wide = height // size, width // size
-    count = side * side + high * side * (wide * side + 1)
+    tiles_high, tiles_wide = height // size, width // size
+    count = side * side + tiles_high * side * (tiles_wide * side + 1)
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size, 1 + high * wide, count_channels(config), size, size),
+        "pixel_values": make_random_tensor(
+            generator, batch_size, 1 + tiles_high * tiles_wide, count_channels(config), size, size
+        ),
         "image_sizes": torch.tensor([[height, width]] * batch_size),
     }
     return MultimodalInput([token] * count, token, tensors)
@@ -167,10 +170,10 @@ def _with_sizes(config: Config, batch_size: int, generator: torch.Generator) -> 
 def _any_size(merge: int, config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of which `merge` patches per side are one token."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * merge
-    high, wide = size * IMAGE_HEIGHT, size * IMAGE_WIDTH
+    height, width = size * IMAGE_HEIGHT, size * IMAGE_WIDTH
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size, count_channels(config), high, wide),
-        "image_sizes": torch.tensor([[high, wide]] * batch_size),
+        "pixel_values": make_random_tensor(generator, batch_size, count_channels(config), height, width),
+        "image_sizes": torch.tensor([[height, width]] * batch_size),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
@@ -178,14 +181,14 @@ def _any_size(merge: int, config: Config, batch_size: int, generator: torch.Gene
 def _downsampled_of_any_size(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; a token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], find_image_token(config)
-    high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
+    patch_height, patch_width = patch if isinstance(patch, list | tuple) else (patch, patch)
     side = round(IMAGE_HEIGHT / float(config["downsample_ratio"]))
-    pixels = make_random_tensor(generator, batch_size, count_channels(config), high * side, wide * side)
-    is_whole = config.get("vision_feature_select_strategy", "default") != "default"
-    return MultimodalInput([token] * (IMAGE_HEIGHT**2 + is_whole), token, {"pixel_values": pixels})
+    pixels = make_random_tensor(generator, batch_size, count_channels(config), patch_height * side, patch_width * side)
+    keeps_class_token = config.get("vision_feature_select_strategy", "default") != "default"
+    return MultimodalInput([token] * (IMAGE_HEIGHT**2 + keeps_class_token), token, {"pixel_values": pixels})
 
 
-def _folded(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_folded_image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; two convolutions of stride 2 make a token of four patches per side."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * 4 * IMAGE_HEIGHT
     return MultimodalInput(
@@ -195,7 +198,7 @@ def _folded(config: Config, batch_size: int, generator: torch.Generator) -> Mult
     )
 
 
-def _queries(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_image_for_queries(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make the image with the fewest patches, for a fixed number of queries per number of patches."""
     queries = {int(patches): int(count) for patches, count in config["projector_patch_to_query_dict"].items()}
     token, fewest = find_image_token(config), min(queries)
@@ -207,7 +210,7 @@ def _queries(config: Config, batch_size: int, generator: torch.Generator) -> Mul
     return MultimodalInput([token] * queries[fewest], token, tensors)
 
 
-def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> ImageForm:
+def _masked_form(count: Callable[[Config], int], side: Callable[[Config], int]) -> ImageForm:
     """Return the form of classes that take (n, images, channels, height, width) and a pixel mask.
 
     Args:
@@ -226,21 +229,25 @@ def _masked(count: Callable[[Config], int], side: Callable[[Config], int]) -> Im
     return image
 
 
-_resampled = _masked(lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: IMAGE_HEIGHT)
-_masked_shuffled = _masked(lambda config: IMAGE_HEIGHT**2, lambda config: int(config["scale_factor"]) * IMAGE_HEIGHT)
+_resampled = _masked_form(
+    lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: IMAGE_HEIGHT
+)
+_masked_shuffled = _masked_form(
+    lambda config: IMAGE_HEIGHT**2, lambda config: int(config["scale_factor"]) * IMAGE_HEIGHT
+)
 
 
 # Functions by the name that the rows of a model type use. They return None for a config without a tower.
 FORMS: Mapping[str, Form] = {
     "any_size_downsampled": _downsampled_of_any_size,
-    "any_size_folded": _folded,
-    "any_size_told": _with_sizes,
-    "fixed_downsampled": _fixed(_downsampled),
-    "fixed_every_patch": _fixed(_every_patch),
-    "fixed_halved_twice": _fixed(_halved_twice),
-    "fixed_pooled": _pooled,
-    "fixed_prompt": _prompt,
-    "fixed_shuffled": _shuffled,
+    "any_size_folded": _make_folded_image,
+    "any_size_with_sizes": _with_sizes,
+    "fixed_downsampled": _fixed_form(_count_downsampled),
+    "fixed_every_patch": _fixed_form(_count_every_patch),
+    "fixed_halved_twice": _fixed_form(_count_halved_twice),
+    "fixed_pooled": _make_pooled_image,
+    "fixed_prompt": _make_prompt,
+    "fixed_shuffled": _make_shuffled_image,
     "flat_patches": patches.flat,
     "flat_patches_for_experts": patches.flat_for_experts,
     "flat_patches_renamed": patches.flat_renamed,
@@ -253,7 +260,7 @@ FORMS: Mapping[str, Form] = {
     "of_timm": _of_timm,
     "padded_patches": patches.padded,
     "placed_patches": patches.placed,
-    "queries_by_patches": _queries,
+    "queries_by_patches": _make_image_for_queries,
     "square_patches": patches.square,
     "tiles": _tiles,
     "tiles_cross_attended": _cross_attended,
