@@ -1,6 +1,6 @@
 """Time this checkout against another one in one run: conversions of checkpoints with many experts.
 
-    python benchmarks/compare.py OTHER [--rounds 5] [--parts experts,qwen3-moe] [--ram /dev/shm] [--results DIR]
+    python benchmarks/compare.py OTHER [--rounds 5] [--models experts,qwen3-moe] [--ram /dev/shm] [--results DIR]
 
 OTHER is the directory of another checkout, for example from `git worktree add`. Both run in this environment. Each
 command is compared with a `cp -r` of its input, which runs immediately before it.
@@ -62,7 +62,7 @@ def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
         work,
         work / "HF",
         [
-            ("convert to-dcp", ["convert hf2dcp"]),
+            ("convert hf2dcp", ["convert hf2dcp"]),
             ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_MESH]),
             ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_MESH]),
         ],
@@ -70,7 +70,7 @@ def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
         rounds,
     )
     _run_ckptx(["convert", "hf2dcp"], work / "HF", dcp)
-    rows += time_cases(work, dcp, [("convert to-hf", ["convert dcp2hf"])], other, rounds)
+    rows += time_cases(work, dcp, [("convert dcp2hf", ["convert dcp2hf"])], other, rounds)
     subprocess.run(["rm", "-r", str(dcp)], check=True)
     _run_ckptx(["reshard", "--to", "dcp", *_MESH], work / "HF", sharded)
     return rows + time_cases(
@@ -87,11 +87,11 @@ def _run_ckptx(words: list[str], source: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Run the selected parts, and write compare.json and compare.md."""
+    """Compare with the selected models, and write compare.json and compare.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
@@ -100,12 +100,12 @@ def main() -> None:
         compileall.compile_dir(root / "ckptx", quiet=1)
     results: dict[str, Any] = {}
     tables = []
-    for part in arguments.parts.split(","):
-        title, make_model = MODELS[part]
+    for name in arguments.models.split(","):
+        title, make_model = MODELS[name]
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             write_checkpoint(Path(directory) / "HF", make_model())
             rows = time_conversions(Path(directory), other, arguments.rounds)
-        results[part] = [row.to_dict() for row in rows]
+        results[name] = [row.to_dict() for row in rows]
         tables.append(timing_table(title, rows))
     publish(arguments.results, "compare", results, tables)
 

@@ -373,7 +373,7 @@ _NOT_EXERCISED = [
             "special tokens are not among the inputs",
         ),
         config_defect("eos_token_id 2->5", set_config("eos_token_id", 5), "noted: generating alone reads it"),
-        runtime_defect("padding ignored", not_exercised.ignore_padding),
+        runtime_defect("padding ignored", not_exercised.drop_attention_mask),
         runtime_defect("positions wrap around at 64", not_exercised.wrap_positions, "the inputs are shorter"),
         runtime_defect("second step computes otherwise", not_exercised.scale_later_passes, "one step is run"),
         runtime_defect(

@@ -21,7 +21,7 @@ from benchmarks.injected.inject import (
 )
 
 
-def ignore_padding(target: InjectionTarget) -> None:
+def drop_attention_mask(target: InjectionTarget) -> None:
     """Drop the attention mask, so that padding tokens are not masked."""
     change_kwargs(target.model, lambda kwargs: {key: each for key, each in kwargs.items() if key != "attention_mask"})
 

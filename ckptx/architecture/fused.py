@@ -36,12 +36,12 @@ CountSizePairs = tuple[tuple[str, str], ...]
 
 
 class FusedRow(NamedTuple):
-    """The composition of the modules of some names.
+    """A row of `fused.json`: the parts that the named modules are fused from.
 
     Attributes:
         modules: Last one or two components of module paths.
         candidates: Parts in the order in which they are stored, as expressions for their number and the size of one.
-        equal: Number of equal parts if no candidate fits; 1 for plain features, 0 if unknown.
+        num_equal_parts: Number of equal parts if no candidate fits; 1 if the features are not fused, 0 if unknown.
         side: "out" for output features, "in" for input features.
         types: Model types of the text model that the row is about; empty for all.
         reason: Fused parts in a few words, for maintainers.
@@ -49,7 +49,7 @@ class FusedRow(NamedTuple):
 
     modules: tuple[str, ...]
     candidates: tuple[CountSizePairs, ...]
-    equal: int
+    num_equal_parts: int
     side: FeatureSide
     types: tuple[str, ...]
     reason: str
@@ -57,7 +57,7 @@ class FusedRow(NamedTuple):
 
 @functools.cache
 def fused_rows() -> tuple[FusedRow, ...]:
-    """Return the rows of `fused.json`, with the names of its expressions replaced."""
+    """Return the rows of `fused.json`, with the abbreviations in its expressions expanded."""
     document = json.loads(FUSED_FILE.read_text(encoding="utf-8"))
     names: dict[str, str] = document["names"]
 
@@ -112,7 +112,9 @@ def _compositions_by_module(scopes: Iterable[tuple[Scope, str]], text_type: str)
         if row.types and text_type not in row.types:
             continue
         candidates = (_evaluate_parts(pairs, scope, text) for scope, text in scopes for pairs in row.candidates)
-        composition = Composition(row.side, tuple(dict.fromkeys(each for each in candidates if each)), row.equal)
+        composition = Composition(
+            row.side, tuple(dict.fromkeys(each for each in candidates if each)), row.num_equal_parts
+        )
         for module in row.modules:
             compositions.setdefault(module, composition)
     return compositions

@@ -20,7 +20,7 @@ class Record(NamedTuple):
     Attributes:
         offset: Absolute position of the first byte in its file.
         nbytes: Length in bytes.
-        crc: CRC-32 of the bytes; None if the writer recorded none (a field of 0 for a non-empty member).
+        crc: CRC-32 of the bytes; None if the writer left the CRC field 0 although the member has bytes.
     """
 
     offset: int

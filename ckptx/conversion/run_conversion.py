@@ -45,13 +45,13 @@ _logger = logging.getLogger(__name__)
 
 
 def run_conversion(
-    command: str, source_checkpoint: SourceCheckpoint, output: OutputFormat, config_need: ConfigNeed, log: Log
+    command: str, request: SourceCheckpoint, output: OutputFormat, config_need: ConfigNeed, log: Log
 ) -> ConversionReport:
     """Run one conversion and return its report.
 
     Args:
         command: Command name for the report.
-        source_checkpoint: Source checkpoint, destination and options.
+        request: Opened source checkpoint, destination, options and processes.
         output: Format to write.
         config_need: Behavior when there is no config.
         log: Receives the notes of every step.
@@ -60,10 +60,10 @@ def run_conversion(
         CkptxError: A step failed; nothing was published.
     """
     source, files, dst, options = (
-        source_checkpoint.source,
-        source_checkpoint.files,
-        source_checkpoint.dst,
-        source_checkpoint.options,
+        request.source,
+        request.files,
+        request.dst,
+        request.options,
     )
     keeps_state = output.keeps_state(source)
 
@@ -94,19 +94,35 @@ def run_conversion(
     sharded = ShardedTarget(cast.target)
     if output.sharding is not None:
         sharded = log(shard_tensors(view, cast.target, naming, output.sharding, own_files_only=output.own_files_only))
-    names = output.names(view, selection.named)
-    output_tensors = sharded.renamed(names).with_aliases(output.second_names(view, selection.named, names))
-    output_names = {old: names[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
+    output_name_by_model_name = output.names(view, selection.named)
+    output_tensors = sharded.renamed(output_name_by_model_name).with_aliases(
+        output.aliases(view, selection.named, output_name_by_model_name)
+    )
+    output_name_by_source_model_name = (
+        {old: output_name_by_model_name[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
+    )
 
-    def state_of_source() -> TrainingState:
-        return map_training_state(view, files, output_tensors, output_names) if keeps_state else TrainingState()
+    def map_source_state() -> TrainingState:
+        return (
+            map_training_state(view, files, output_tensors, output_name_by_source_model_name)
+            if keeps_state
+            else TrainingState()
+        )
 
-    state = log(state_of_source())
+    training_state = log(map_source_state())
 
     # Allocate the files, and collect what is copied with them.
     is_altered = cast.was_cast or output.has_new_prefix
-    original = None if is_altered else selection.original
-    contents = OutputContents(output_tensors, state, names, naming, base, selection.restored_files, original)
+    original_catalog = None if is_altered else selection.original
+    contents = OutputContents(
+        output_tensors,
+        training_state,
+        output_name_by_model_name,
+        naming,
+        base,
+        selection.restored_files,
+        original_catalog,
+    )
     allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
     if selection.restored_files is None:
@@ -116,7 +132,7 @@ def run_conversion(
     plan = plan_copy(
         target.source,
         allocation.catalog,
-        {**target.source_names, **state.source_names, **state.object_source_names},
+        {**target.source_names, **training_state.source_names, **training_state.object_source_names},
         build_frame=allocation.block_frame,
         prologues=allocation.prologues,
         groups=allocation.groups,
@@ -128,16 +144,16 @@ def run_conversion(
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=target.written_disk_names() | state.written_disk_names(),
-        shared=target.tied_disk_names | state.shared_disk_names | view.model_duplicates.keys(),
-        dropped={row["name"] for row in (*dropped_state.rows, *state.dropped_rows)},
-        aliases={**target.aliases, **state.aliases},
+        written=target.written_disk_names() | training_state.written_disk_names(),
+        shared=target.tied_disk_names | training_state.shared_disk_names | view.model_duplicates.keys(),
+        dropped={row["name"] for row in (*dropped_state.rows, *training_state.dropped_rows)},
+        aliases={**target.aliases, **training_state.aliases},
         representatives=ties.representatives,
     )
 
-    def is_decision_unchanged() -> bool:
+    def are_source_decisions_unchanged() -> bool:
         compare_replicas(view.catalog, files)
-        return resolve_ties(view, files, options) == ties and state_of_source() == state
+        return resolve_ties(view, files, options) == ties and map_source_state() == training_state
 
     job = Job(
         plan=plan,
@@ -146,17 +162,17 @@ def run_conversion(
         settings=options.fingerprint(),
         build_manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
         opened_catalog=source,
-        is_decision_unchanged=is_decision_unchanged,
+        are_source_decisions_unchanged=are_source_decisions_unchanged,
         validate_result=lambda outcome: refuse_overflow(outcome, options.allow_overflow, options.dtype, log),
         check_staged_files=allocation.check,
         markers=list(allocation.markers),
     )
-    state_of_run = ConversionState(
-        dst, options, source_checkpoint.processes, model, ties, config_check, dropped_state, cast, sharded, contents,
+    results = ConversionState(
+        dst, options, request.processes, model, ties, config_check, dropped_state, cast, sharded, contents,
         allocation, sidecars, job, job.nbytes, ledger,
     )  # fmt: skip
-    outcome = None if options.dry_run else _publish(job, dst, files, options, source_checkpoint.processes, base)
-    return build_report(command, state_of_run, outcome, log)
+    outcome = None if options.dry_run else _publish(job, dst, files, options, request.processes, base)
+    return build_report(command, results, outcome, log)
 
 
 def _publish(

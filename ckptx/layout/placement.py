@@ -65,8 +65,8 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
         pack: Elements that share a byte along the last dim and stay together; 2 for F4.
 
     Returns:
-        For each TP rank its nonempty rectangles, in the order of the groups. The local tensor of a rank is their
-        concatenation along the dim. A tensor whose groups do not divide into whole bytes is replicated.
+        For each TP rank its nonempty rectangles, in the order of `placement.groups`. The local tensor of a rank is
+        their concatenation along the dim. A tensor with a group that does not divide into whole bytes is replicated.
 
     Raises:
         InternalError: The placement does not match the shape.
@@ -240,6 +240,6 @@ def _infer_block_size(n: int, size: int) -> int | None:
 
 
 def _shards_end_between_blocks(n: int, block: int, tp: int) -> bool:
-    """Return True if sharding the blocks of a group gives each rank the blocks of its elements."""
+    """Return True if every shard of `n` elements begins where a shard of their scales, one per block, begins."""
     blocks = ceil_chunks(-(-n // block), tp)
     return all(min(i * block, n) == begin for (begin, _), (i, _) in zip(ceil_chunks(n, tp), blocks, strict=True))

@@ -10,12 +10,13 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import find_parent
 
-# Index of a conversion, and the indices that the tensors it combines share.
+# Key of a run, the application of one conversion to the tensors that it converts together: index of the conversion, and
+# the indices that these tensors share.
 RunKey = tuple[int, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Destination of a tensor in one run of a conversion.
+    """Destination of a tensor in one run of a conversion: its application to the tensors that it converts together.
 
     Attributes:
         conversion: Index of the conversion.
@@ -35,7 +36,7 @@ class Destination(NamedTuple):
         return self[:2]
 
 
-def run_name(pattern: str, shared_indices: tuple[int, ...], list_index: int) -> str:
+def name_in_run(pattern: str, shared_indices: tuple[int, ...], list_index: int) -> str:
     """Return the name that a pattern gives in a run; `list_index` is ignored outside of a module list."""
     return fill_pattern(
         pattern, shared_indices if pattern.count("*") == len(shared_indices) else (*shared_indices, list_index)
@@ -76,7 +77,7 @@ def add_scale_destinations(
     resolved = ResolvedNames(destinations, set())
     renamed_scales = []
     is_separate: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
-    for name in [name for name, place in destinations.items() if place is None]:
+    for name in [name for name, destination in destinations.items() if destination is None]:
         pattern = pattern_of(name)
         if pattern not in is_separate:
             is_separate[pattern] = find_parent(pattern, is_possible) is None
@@ -114,7 +115,7 @@ def _changes_tensors(conversion: Conversion) -> bool:
 def target_name_at(conversions: Sequence[Conversion], destination: Destination) -> str:
     """Return the target name of a destination; that of the first target if there are fewer targets than sources."""
     targets = conversions[destination.conversion].targets
-    return run_name(
+    return name_in_run(
         targets[destination.pattern_index if destination.pattern_index < len(targets) else 0],
         destination.shared_indices,
         destination.list_index,

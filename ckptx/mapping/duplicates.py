@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptx.mapping.destinations import Destination, run_name
+from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.names import LEGACY_LEAVES
 from ckptx.mapping.rules import NameRules
 
@@ -53,5 +53,5 @@ def _destination_keys(rules: NameRules, destination: Destination | str) -> Itera
         return (destination,)
     conversion = rules.conversions[destination.conversion]
     if len(conversion.sources) == len(conversion.targets) == 1 and not conversion.ops:
-        return (run_name(conversion.targets[0], destination.shared_indices, destination.list_index),)
+        return (name_in_run(conversion.targets[0], destination.shared_indices, destination.list_index),)
     return (destination,)

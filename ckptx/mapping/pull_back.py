@@ -20,7 +20,7 @@ from ckptx.catalog.entry import Block, Chunk, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import UnsupportedError
-from ckptx.mapping.destinations import Destination, run_name
+from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules, check_complete, group_by_run
 
@@ -97,7 +97,7 @@ class PullBack:
         conversion = self._rules.conversions[destination.conversion]
         model_blocks = [
             self._model_blocks(
-                run_name(conversion.targets[pattern_index], destination.shared_indices, list_index), shape
+                name_in_run(conversion.targets[pattern_index], destination.shared_indices, list_index), shape
             )
             for (pattern_index, list_index), shape in zip(trace.names, trace.shapes, strict=True)
         ]
@@ -127,7 +127,7 @@ class PullBack:
         check_complete(conversion, destination.shared_indices, members)
         columns = [[self._shapes[column[list_index]] for list_index in sorted(column)] for column in members]
         expected_shapes = [
-            self._rules.shape_of(run_name(target, destination.shared_indices, 0)) for target in conversion.targets
+            self._rules.shape_of(name_in_run(target, destination.shared_indices, 0)) for target in conversion.targets
         ]
         key = (destination.conversion, *(tuple(shapes) for shapes in columns), tuple(expected_shapes))
         if key not in self._traces:

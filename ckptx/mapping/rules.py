@@ -18,7 +18,7 @@ from ckptx.mapping.destinations import (
     ResolvedNames,
     RunKey,
     add_scale_destinations,
-    run_name,
+    name_in_run,
     target_name_at,
 )
 from ckptx.mapping.name_index import NameIndex, indices_of
@@ -128,7 +128,7 @@ class NameRules:
         self._model_names: dict[str, str | None] = {}
         self._known_patterns: dict[str, bool] = {}
         self._pattern_entries: dict[str, _PatternEntry | None] = {}
-        self._run_names: dict[RunKey, str] = {}
+        self._first_targets: dict[RunKey, str] = {}
 
     # -- destinations
 
@@ -140,10 +140,10 @@ class NameRules:
         return self._model_names[disk_name]
 
     def _first_target(self, destination: Destination) -> str:
-        """Return the name of the first model tensor of a run, which thousands of experts may share."""
-        name = self._run_names.get(destination.run_key)
+        """Return the first target name. It is cached by run, because all experts of a layer have the same run."""
+        name = self._first_targets.get(destination.run_key)
         if name is None:
-            name = self._run_names[destination.run_key] = next(self._target_names(destination))
+            name = self._first_targets[destination.run_key] = next(self._target_names(destination))
         return name
 
     def destinations(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
@@ -183,7 +183,7 @@ class NameRules:
             lambda weight: (
                 destinations.get(weight) or next((it for it in self._look_up(weight) if it is not None), None)
             ),
-            lambda place: target_name_at(self.conversions, place),
+            lambda destination: target_name_at(self.conversions, destination),
         )
 
     def _look_up(self, name: str) -> tuple[Destination | None, str | None]:
@@ -281,7 +281,7 @@ class NameRules:
     def _target_names(self, destination: Destination) -> Iterator[str]:
         """Yield the names of the model tensors of a run; for a module list, only the name of its first tensor."""
         return (
-            run_name(target, destination.shared_indices, 0)
+            name_in_run(target, destination.shared_indices, 0)
             for target in self.conversions[destination.conversion].targets
         )
 
@@ -296,7 +296,7 @@ class NameRules:
         """
         resolved = self._resolve_names(tensors)
         destinations, unconverted = self._keep_unconvertible(resolved, self.conversions)
-        renamed = _Converter(tensors, self.conversions, self.shape_of).run(destinations, unconverted)
+        renamed = _Converter(tensors, self.conversions, self.shape_of).convert_all(destinations, unconverted)
         if self._base_prefix:
             prefix_changes = [(old, new) for old, new in destinations.items() if isinstance(new, str)]
             added = sum(new == self._base_prefix + old for old, new in prefix_changes)
@@ -332,13 +332,15 @@ class NameRules:
             sources,
             self._inverse_conversions,
             lambda weight: sources.get(weight) or renames.get(weight) or self._disk_destination(weight, runs),
-            lambda place: names.get(place) or target_name_at(self._inverse_conversions, place),
+            lambda destination: names.get(destination) or target_name_at(self._inverse_conversions, destination),
             lambda weight: (
                 pattern_of(weight) in renamed_patterns or self._target_index.may_match(weight) or self._is_known(weight)
             ),
         )
         destinations, unconverted = self._keep_unconvertible(resolved, self._inverse_conversions)
-        return _Converter(tensors, self._inverse_conversions, lambda name: None, names).run(destinations, unconverted)
+        return _Converter(tensors, self._inverse_conversions, lambda name: None, names).convert_all(
+            destinations, unconverted
+        )
 
     def _keep_unconvertible(
         self, resolved: ResolvedNames, conversions: Sequence[Conversion]
@@ -361,12 +363,12 @@ class NameRules:
         for name, destination in resolved.destinations.items():
             if isinstance(destination, Destination) and destination.run_key in unconvertible:
                 if name in {
-                    run_name(target, destination.shared_indices, destination.list_index)
+                    name_in_run(target, destination.shared_indices, destination.list_index)
                     for target in conversions[destination.conversion].targets
                 }:
                     raise UnsupportedError(
-                        f'tensor "{name}": is quantized, and the other names require another order of its elements; '
-                        "keep its current names"
+                        f'tensor "{name}": is quantized, and converting its name would reorder its elements, which '
+                        "ckptx cannot do; dequantize it, or keep its current names"
                     )
                 destinations[name] = name
                 unconverted.append(name)
@@ -402,7 +404,7 @@ class _Converter:
         self._names = names or {}
         self._result = RenamedTensors({}, {}, [], [])
 
-    def run(
+    def convert_all(
         self, destinations: Mapping[str, Destination | str | None], unconverted: tuple[str, ...] = ()
     ) -> RenamedTensors:
         """Convert tensors with a destination; others pass through, and `unconverted` names only add a note."""
@@ -429,14 +431,14 @@ class _Converter:
         columns: Columns = [
             [self._tensors[column[list_index]] for list_index in sorted(column)] for column in names_by_pattern
         ]
-        names = [run_name(target, destination.shared_indices, 0) for target in conversion.targets]
+        names = [name_in_run(target, destination.shared_indices, 0) for target in conversion.targets]
         shapes = [self._shape_of(name) for name in names]
         sources = tuple(column[list_index] for column in names_by_pattern for list_index in sorted(column))
         results = convert(conversion, columns, shapes)
         for pattern_index, (target, shape, column) in enumerate(zip(conversion.targets, shapes, results, strict=True)):
             for list_index, entry in enumerate(column):
                 result = Destination(destination.conversion, destination.shared_indices, pattern_index, list_index)
-                name = self._names.get(result) or run_name(target, destination.shared_indices, list_index)
+                name = self._names.get(result) or name_in_run(target, destination.shared_indices, list_index)
                 if shape is not None and conversion.ops and entry.shape != shape:
                     raise InputError(
                         f'tensor "{name}": made of {_describe_names(sources)} it has shape {list(entry.shape)}, '
@@ -494,8 +496,8 @@ def check_complete(
         list_index = next(list_index for list_index in range(count) if list_index not in column)
         present = next(name for column in names_by_pattern for name in column.values())
         raise InputError(
-            f'tensor "{run_name(pattern, shared_indices, list_index)}": missing, but required for '
-            f'"{run_name(conversion.targets[0], shared_indices, 0)}" together with "{present}"; the checkpoint is '
+            f'tensor "{name_in_run(pattern, shared_indices, list_index)}": missing, but required for '
+            f'"{name_in_run(conversion.targets[0], shared_indices, 0)}" together with "{present}"; the checkpoint is '
             "incomplete, "
             "download it again"
         )

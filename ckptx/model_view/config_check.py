@@ -25,7 +25,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import CkptxError, InputError, ReadError
-from ckptx.mapping.destinations import Destination, run_name
+from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.name_index import fill_pattern, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Conversion, convert
@@ -390,7 +390,7 @@ class _ConfigMatcher:
                 self.rules.conversions[conversion_index], shared_indices
             )
         run.positions[pattern_index].add(list_index)
-        patterns = [pattern_of(run_name(target, shared_indices, 0)) for target in run.conversion.targets]
+        patterns = [pattern_of(name_in_run(target, shared_indices, 0)) for target in run.conversion.targets]
         if all(pattern in self.expected.absent_patterns for pattern in patterns):
             return self._disabled_tensor(name, patterns)
         return self._check_shape(
@@ -414,7 +414,7 @@ class _ConfigMatcher:
         """Return a new run without positions, and mark the tensors it is combined into as present."""
         for target in conversion.targets:
             self._mark_present(target, shared_indices)
-        names = [run_name(target, shared_indices, 0) for target in conversion.targets]
+        names = [name_in_run(target, shared_indices, 0) for target in conversion.targets]
         positions: list[set[int]] = [set() for _ in conversion.sources]
         return _ConversionRun(
             conversion,
@@ -430,7 +430,10 @@ class _ConfigMatcher:
             self._present_indices.setdefault(pattern_of(name), set()).add(indices_of(name))
         else:  # one tensor on disk holds a whole list of modules
             self._complete_lists.add(
-                (pattern_of(run_name(target, shared_indices, 0)), indices_of(run_name(target, shared_indices, 0))[:-1])
+                (
+                    pattern_of(name_in_run(target, shared_indices, 0)),
+                    indices_of(name_in_run(target, shared_indices, 0))[:-1],
+                )
             )
 
     def _check_shape(
@@ -469,7 +472,7 @@ class _ConfigMatcher:
         self, conversion: Conversion, shared_indices: tuple[int, ...]
     ) -> list[list[Shape]] | None:
         """Return the expected shapes on disk for each source pattern; None if they cannot be derived."""
-        patterns = tuple(pattern_of(run_name(target, shared_indices, 0)) for target in conversion.targets)
+        patterns = tuple(pattern_of(name_in_run(target, shared_indices, 0)) for target in conversion.targets)
         key = (conversion, patterns)
         if key not in self._disk_shapes:
             self._disk_shapes[key] = self._derive_shapes(conversion, shared_indices, patterns)
@@ -575,11 +578,11 @@ class _ConfigMatcher:
                 count = 1 + max(map(max, filter(None, positions))) if parts is None else len(parts[index])
                 needed = f"{count} of its kind by config.json"
                 for position in range(count) if len(positions[index]) < count else ():
-                    name = run_name(source, shared_indices, position)
+                    name = name_in_run(source, shared_indices, position)
                     if position not in positions[index] and not self._has_other_form(name):
                         yield Mismatch(name, "no such tensor", needed)
                 for position in sorted(each for each in positions[index] if each >= count):
-                    yield Mismatch(run_name(source, shared_indices, position), "an additional one", needed)
+                    yield Mismatch(name_in_run(source, shared_indices, position), "an additional one", needed)
 
     def _surplus_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
         """Return the tensors of layers after the last one of the config, by name."""

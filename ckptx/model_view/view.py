@@ -333,7 +333,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
         return None
     from ckptx.catalog.manifest import FileRecord
     from ckptx.formats.dcp.reader import METADATA
-    from ckptx.transfer.digest import digest_bytes
+    from ckptx.transfer.digest import bytes_digest_hex
 
     recorded = manifest.files
     markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
@@ -341,7 +341,7 @@ def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
         if not source.source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
             return None
         data = source.source.read_small(name, MAX_METADATA_BYTES)
-        if recorded.get(name) != FileRecord(len(data), digest_bytes(data)):
+        if recorded.get(name) != FileRecord(len(data), bytes_digest_hex(data)):
             notes.append(f"{MANIFEST} ignored: it describes another {name}")
             return None
     if any(name not in recorded or recorded[name].nbytes != size for name, size in source.files.items()):

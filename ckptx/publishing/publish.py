@@ -28,7 +28,7 @@ from ckptx.publishing.source_state import FileIdentities, collect_identities, de
 from ckptx.publishing.staging import Staging, open_staging
 from ckptx.storage.directory_handle import refuse_conflicting_names
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
-from ckptx.transfer.digest import LEAF_NBYTES, digest_bytes, file_digest, leaf_digest, tree_digest
+from ckptx.transfer.digest import LEAF_NBYTES, bytes_digest_hex, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.untrusted.limits import MAX_MANIFEST_BYTES
@@ -49,7 +49,7 @@ class Job:
         settings: Other settings that determine the bytes; a resumed run must have equal ones.
         build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
         opened_catalog: Catalog of the source as it was when it was opened.
-        is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
+        are_source_decisions_unchanged: Repeats decisions on the current contents of the source; True if they are equal.
         validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
         check_staged_files: Checks the finished tensor files in the staged tree before the commit markers are written.
         markers: Name and bytes of the commit markers (index, `.metadata`), in the order to write them.
@@ -61,7 +61,7 @@ class Job:
     settings: dict[str, Any]
     build_manifest: Callable[[CopyResult], dict[str, Any]]
     opened_catalog: Catalog
-    is_decision_unchanged: Callable[[], bool]
+    are_source_decisions_unchanged: Callable[[], bool]
     validate_result: Callable[[CopyResult], None]
     check_staged_files: Callable[[Source, CopyResult], None] = lambda tree, result: None
     markers: list[tuple[str, bytes]] = field(default_factory=list)
@@ -164,7 +164,13 @@ def publish(
                 result.add(CopyResult(**processes.receive(rank, "outcome")))
         job.validate_result(result)
         require_unchanged(
-            identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+            identities,
+            job.plan,
+            result.digests,
+            files,
+            job.opened_catalog,
+            job.are_source_decisions_unchanged,
+            max_memory,
         )
         expected = staging.output.describe_expected({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", result.bytes_read, result.bytes_written)
@@ -243,7 +249,13 @@ def _write_share(
             groups=_assign_groups(job.plan, processes),
         )
         require_unchanged(
-            identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+            identities,
+            job.plan,
+            result.digests,
+            files,
+            job.opened_catalog,
+            job.are_source_decisions_unchanged,
+            max_memory,
         )
         tree.fsync_tracked()  # rank 0 may be on another node
         written_names = set(result.file_digests)
@@ -350,7 +362,7 @@ def _find_existing_result(
         return None
     job.validate_result(result)
     require_unchanged(
-        identities, job.plan, result.digests, files, job.opened_catalog, job.is_decision_unchanged, max_memory
+        identities, job.plan, result.digests, files, job.opened_catalog, job.are_source_decisions_unchanged, max_memory
     )
     rows, sidecars = (
         {name: row._asdict() for name, row in each.items()} for each in (manifest.files, manifest.sidecars)
@@ -376,7 +388,7 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: File
     """Return True if tensor files, markers and sidecars at the target have the expected bytes; reads all of them."""
     try:
         expected_digests = {name: row.digest for name, row in manifest.files.items()}
-        expected_digests |= {name: digest_bytes(data) for name, data in job.markers}
+        expected_digests |= {name: bytes_digest_hex(data) for name, data in job.markers}
         for name, data in job.sidecars.items():
             expected_digests[name] = tree_digest(
                 leaf_digest(block) for block in identities.iterate_blocks(data, LEAF_NBYTES)
@@ -397,7 +409,7 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
             {name: row.nbytes for name, row in files.items()} == expected_sizes
             and not stray_notes(target.listing(), {*expected_sizes, *job.sidecars}, _WEIGHT_SUFFIXES)
             and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
-            and all(files[name].digest == digest_bytes(data) for name, data in job.markers)
+            and all(files[name].digest == bytes_digest_hex(data) for name, data in job.markers)
             and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame)
         )
     except (CkptxError, KeyError):

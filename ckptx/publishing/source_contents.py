@@ -32,7 +32,7 @@ def require_unchanged(
     digests: Mapping[str, str],
     files: SourceFiles,
     opened_catalog: Catalog,
-    is_decision_unchanged: Callable[[], bool],
+    are_source_decisions_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
     """Check that the source is unchanged since it was copied.
@@ -43,7 +43,7 @@ def require_unchanged(
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
         opened_catalog: Catalog of the source as it was when it was opened.
-        is_decision_unchanged: Repeats decisions on the current contents of the source; True if they are unchanged.
+        are_source_decisions_unchanged: Repeats decisions on the current contents of the source; True if they are equal.
         max_memory: Memory limit for buffers, in bytes.
 
     Raises:
@@ -62,7 +62,7 @@ def require_unchanged(
             path.name == "config.json" and not _is_config_unchanged(identities.files[path], identities.catalogs)
         ):
             raise changed_error(path)
-    if names and not (_has_same_catalog(opened_catalog) and is_decision_unchanged()):
+    if names and not (_has_same_catalog(opened_catalog) and are_source_decisions_unchanged()):
         raise changed_error(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():

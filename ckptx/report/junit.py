@@ -24,7 +24,7 @@ from ckptx.report.robustness_text import (
     first_cause,
     first_items,
     kill_text,
-    memory_faults,
+    memory_failures,
     mesh_text,
     noise_text,
     oracle_cause,
@@ -107,7 +107,7 @@ def _add_phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, 
         return
     failure = None
     if phase["ok"] is False:
-        failing, memory = failing_oracles(phase), memory_faults(phase)
+        failing, memory = failing_oracles(phase), memory_failures(phase)
         parts = [f"{row['name']}: {oracle_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
         parts = parts or [*notes] or [str(phase.get("title") or "failed")]
         if phase is next(each for each in report.phases if each["ok"] is False):

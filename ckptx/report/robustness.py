@@ -13,7 +13,7 @@ from ckptx.report.robustness_text import (
     failing_oracles,
     first_items,
     kill_text,
-    memory_faults,
+    memory_failures,
     mesh_text,
     noise_text,
     oracle_cause,
@@ -66,7 +66,7 @@ def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, num
     Args:
         report: Report so far.
         red: Colors a string red if the terminal supports it.
-        num_printed: Number of phases that are printed already; None if the opening is not printed either.
+        num_printed: Number of phases that are printed already; None if the header is not printed either.
     """
     lines = [] if num_printed is not None else _header_lines(report)
     for phase in report.phases[num_printed or 0 :]:
@@ -126,7 +126,7 @@ def _phase_lines(
     lines += [
         f"      {row['name']}: {unchecked_text(row)}" for row in unchecked_oracles(phase) if phase["ok"] is not None
     ]
-    lines += [f"      {red('memory')}: {fault}" for fault in memory_faults(phase)]
+    lines += [f"      {red('memory')}: {failure}" for failure in memory_failures(phase)]
     lines += [f"      note: {note}" for note in (notes if phase["ok"] is not None else notes[1:])]
     return lines
 
@@ -136,7 +136,7 @@ def _kill_lines(report: RobustnessReport, red: Callable[[str], str]) -> list[str
     if not kills:
         return []
     num_valid = sum(1 for row in kills if row["ok"])
-    lines = [f"killed while saving: {counted(len(kills), 'time')}, {num_valid:,} left only the last good step"]
+    lines = [f"killed while saving: {counted(len(kills), 'time')}; {num_valid:,} kept only the last complete step"]
     return lines + [
         f"  {red('FAILED')} {text}" for text in first_items([kill_text(row) for row in kills if not row["ok"]], 20)
     ]

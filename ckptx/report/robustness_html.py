@@ -24,7 +24,7 @@ from ckptx.report.robustness_text import (
     is_in_phase,
     kill_text,
     measured_noise,
-    memory_faults,
+    memory_failures,
     mesh_text,
     noise_text,
     oracle_cause,
@@ -107,7 +107,7 @@ class PhaseRow:
         title: Property that the phase tests.
         time: Duration, or "not run".
         oracles: Oracles of the phase, failed ones first.
-        memory_faults: Memory and threads that the phase did not release.
+        memory_failures: Memory and threads that the phase did not release.
         notes: Notes for the user.
     """
 
@@ -116,7 +116,7 @@ class PhaseRow:
     title: str
     time: str
     oracles: Sequence[OracleRow]
-    memory_faults: Sequence[str]
+    memory_failures: Sequence[str]
     notes: Sequence[str]
 
 
@@ -275,7 +275,7 @@ def _content(report: RobustnessReport) -> PageContent:
         differences=[_difference_cells(report, row) for row in report.differing[:_MAX_ROWS]],
         differences_count=len(report.differing),
         kills=[KillRow(_CSS_CLASSES[bool(row["ok"])], kill_text(row)) for row in kills[:_MAX_ROWS]],
-        kills_lead=f"{counted(len(kills), 'time')}; {num_valid:,} left only the last good step.",
+        kills_lead=f"{counted(len(kills), 'time')}; {num_valid:,} kept only the last complete step.",
         settings=[(str(key), str(value)) for key, value in settings.items()],
         environment=[(str(key), str(value)) for key, value in report.environment.items()],
     )
@@ -297,7 +297,7 @@ def _phase_row(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
         title=str(phase.get("title") or ""),
         time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
         oracles=[_oracle_row(report, phase, row) for row in (*failing_oracles(phase), *passed)],
-        memory_faults=list(memory_faults(phase)),
+        memory_failures=list(memory_failures(phase)),
         notes=phase_notes(phase),
     )
 

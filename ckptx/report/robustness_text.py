@@ -216,20 +216,22 @@ def measured_noise(report: RobustnessReport, quantity: str) -> float | None:
     return max(values) if all(map(isfinite, values)) else float("nan")
 
 
-def memory_faults(phase: Mapping[str, Any]) -> list[str]:
+def memory_failures(phase: Mapping[str, Any]) -> list[str]:
     """Return memory and threads above the baseline after a failed phase, if no oracle reports them."""
     memory = phase.get("memory")
     is_judged = any(row["name"] == "memory" for row in phase.get("checks") or ())
     if phase["ok"] is not False or not memory or is_judged:
         return []
-    faults = []
+    failures = []
     if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:
         baseline = human_bytes(memory["baseline_tensor_bytes"])
-        faults.append(f"{human_bytes(memory['tensor_bytes'])} of tensors retained after the phase, baseline {baseline}")
+        failures.append(
+            f"{human_bytes(memory['tensor_bytes'])} of tensors retained after the phase, baseline {baseline}"
+        )
     if memory["threads"] > memory["baseline_threads"]:
         threads = counted(memory["threads"], "thread")
-        faults.append(f"{threads} after the phase, baseline {memory['baseline_threads']} (a process group has 6)")
-    return faults
+        failures.append(f"{threads} after the phase, baseline {memory['baseline_threads']} (a process group has 6)")
+    return failures
 
 
 def kill_text(row: Mapping[str, Any]) -> str:
@@ -260,7 +262,7 @@ def verdict(report: RobustnessReport) -> str:
 
 def _oracles_text(phase: Mapping[str, Any]) -> str:
     names = [str(row["name"]) for row in failing_oracles(phase)]
-    names += ["memory"] if memory_faults(phase) else []
+    names += ["memory"] if memory_failures(phase) else []
     return f" ({', '.join(names)})" if names else ""
 
 
@@ -272,7 +274,7 @@ def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
     for phase in report.phases:
         if phase["ok"] is False:
             failed = [str(row["name"]) for row in failing_oracles(phase)]
-            failed += ["memory"] if memory_faults(phase) else []
+            failed += ["memory"] if memory_failures(phase) else []
             oracle = failed[0] if failed else None
             cause = (
                 phase.get("cause")

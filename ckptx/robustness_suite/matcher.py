@@ -4,7 +4,8 @@ An expression can take practically forever on a line that it does not match (cat
 cannot interrupt Python's engine, but the engine checks for signals, so a separate process with an alarm is used.
 
     stdin     JSON: pattern, lines, seconds
-    stdout    JSON: matches, a list of [line number, step, loss]; or timeout_line, the line when the time was over
+    stdout    JSON: matches, a list of [line number, step, loss]; or timeout_line, the number of the line at which
+              the time ran out
 
 This file imports only the standard library, so that it starts in a few milliseconds.
 """

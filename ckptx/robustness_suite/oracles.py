@@ -171,7 +171,7 @@ def check_finite(by_rank: Sequence[Items], losses: Mapping[int, float] | None = 
 def compare_measurements(
     oracle: str, pairs: Iterable[tuple[float, float]], noise: float | None, noise_factor: float, default_factor: float
 ) -> Verdict:
-    """Compare numbers with a tolerance that is a multiple of the noise.
+    """Return the verdict on pairs of numbers, with a tolerance that is a multiple of the noise.
 
     Args:
         oracle: "loss" or "logits".

@@ -1,7 +1,7 @@
 """Checksums of copied bytes: CRC-32 for torch archives, and the layout-independent tree digest.
 
-The digest of a tensor is xxh3-128 over the xxh3-128 of each 16 MiB block of its row-major bytes, and the digest of a
-file is the same tree over the bytes of the file. Blocks are independent, so that workers can share a tensor, and the
+The digest of a tensor is xxh3-128 over the xxh3-128 of each 16 MiB leaf of its row-major bytes, and the digest of a
+file is the same tree over the bytes of the file. Leaves are independent, so that workers can share a tensor, and the
 digest of a tensor does not depend on the format or on its shards.
 """
 
@@ -23,7 +23,7 @@ __all__ = [
     "TreeDigest",
     "BlockHasher",
     "crc32",
-    "digest_bytes",
+    "bytes_digest_hex",
     "file_digest",
     "block_hash",
     "join_crc32",
@@ -45,13 +45,13 @@ def tree_digest(leaves: Iterable[bytes]) -> bytes:
     return leaf_digest(b"".join(leaves))
 
 
-def digest_bytes(data: bytes) -> str:
-    """Return the digest of bytes in memory, in hex."""
+def bytes_digest_hex(data: bytes) -> str:
+    """Return the tree digest of bytes in memory, in hex."""
     return tree_digest(leaf_digest(data[at : at + LEAF_NBYTES]) for at in range(0, len(data), LEAF_NBYTES)).hex()
 
 
 def file_digest(file: OutputFile) -> bytes:
-    """Return the digest of an open file, read from beginning to end."""
+    """Return the tree digest of an open file, read from beginning to end."""
     return tree_digest(map(leaf_digest, file.blocks(LEAF_NBYTES)))
 
 

@@ -55,7 +55,14 @@ class FileGroup(NamedTuple):
 
 
 class StepRange(NamedTuple):
-    """Steps `first` to `stop` of a group; or, with `dim0_range`, that range of dim 0 of the tensor of one step."""
+    """Copy steps of one file group that one worker runs; or, with `dim0_range`, a part of a single copy step.
+
+    Attributes:
+        group: Index of the file group in the plan.
+        first: Index of the first step in the group.
+        stop: Index after the last step.
+        dim0_range: Range of dim 0 of the tensor that is copied; None for whole tensors.
+    """
 
     group: int
     first: int

@@ -135,7 +135,12 @@ class _RegionSplitter:
                 yield Span(i, self._position(i, outer, share, dim), self._nbytes(prod(share.sizes[dim : dim + 1])))
 
     def _iterate_rows(self, outer: Shape, overlaps: list[tuple[int, Region]]) -> Iterator[Segment]:
-        """Yield the shares side by side along the sharded dim, in rows."""
+        """Yield the reads of rows that several chunks make up: tiles of rows, or spans if the rows are long.
+
+        Args:
+            outer: Indices of the dims before the rows.
+            overlaps: Index of each chunk, and its intersection with the region.
+        """
         first, dim = self.row_dim, self.sharded_dim
         inner_rows = prod(self.region.sizes[first + 1 : dim])  # whole dims in between: their rows follow each other
         width = self._nbytes(self.region.sizes[dim])

@@ -15,7 +15,7 @@ from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage.files import FilePool
-from ckptx.transfer.digest import digest_bytes
+from ckptx.transfer.digest import bytes_digest_hex
 from tests.support.checkpoint_writers import flip, llama, tree_bytes, value, write_hf, write_safetensors
 
 OUTPUTS: dict[str, Callable[..., ConversionReport]] = {
@@ -43,7 +43,7 @@ def forge(root: Path, changed: str) -> None:
     path = root / "ckptx.json"
     manifest: Any = json.loads(path.read_text())
     data = (root / changed).read_bytes()
-    manifest["files"][changed] = {"bytes": len(data), "digest": digest_bytes(data)}
+    manifest["files"][changed] = {"bytes": len(data), "digest": bytes_digest_hex(data)}
     path.write_text(json.dumps(manifest))
 
 

@@ -224,7 +224,7 @@ class Foreign:
         ),
         (
             stock_metadata(storage_data={stock.MetadataIndex("w", [-1]): _StorageInfo("f", 1, 1)}),
-            "a size is not a tuple of counts",
+            "sizes or offsets are not a tuple of at most",
         ),
         (stock_metadata(planner_data=Foreign()), "Foreign, which is not allowed in a checkpoint"),
     ],

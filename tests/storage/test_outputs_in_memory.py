@@ -42,7 +42,7 @@ def job_of(source: Catalog, root: Any, check: Callable[[Source, CopyResult], Non
         settings={},
         build_manifest=lambda outcome: manifest_of("dcp", target, outcome.digests),
         opened_catalog=source,
-        is_decision_unchanged=lambda: True,
+        are_source_decisions_unchanged=lambda: True,
         validate_result=lambda outcome: None,
         check_staged_files=check,
         markers=[(MARKER, dcp_layout.metadata_bytes(target, {name: name for name in target.tensors}))],

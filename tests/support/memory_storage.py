@@ -19,7 +19,7 @@ from ckptx.storage.files import changed_error, resolve_inside
 from ckptx.storage.interface import ExpectedFile, FileIdentity, Location, Source
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.storage.local import LocalSource
-from ckptx.transfer.digest import digest_bytes
+from ckptx.transfer.digest import bytes_digest_hex
 from ckptx.untrusted.limits import MAX_LISTED_NAMES
 
 _VERSIONS = itertools.count(1)
@@ -472,7 +472,7 @@ class MemoryPublisher:
         return self.target.without_cache()
 
     def digest_target_file(self, name: str) -> str:
-        return digest_bytes(self.target.read_small(name, 1 << 30))
+        return bytes_digest_hex(self.target.read_small(name, 1 << 30))
 
     def __enter__(self) -> MemoryPublisher:
         return self

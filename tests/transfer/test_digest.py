@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.transfer import digest as digest_module
-from ckptx.transfer.digest import LEAF_NBYTES, TreeDigest, crc32, digest_bytes
+from ckptx.transfer.digest import LEAF_NBYTES, TreeDigest, bytes_digest_hex, crc32
 
 
 def defined(data: bytes, leaf: int = 16 * 1024 * 1024) -> str:
@@ -24,7 +24,7 @@ def defined(data: bytes, leaf: int = 16 * 1024 * 1024) -> str:
 @pytest.mark.parametrize("nbytes", [0, 1, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1])
 def test_the_definition(nbytes: int) -> None:
     data = bytes(range(256)) * (nbytes // 256 + 1)
-    assert digest_bytes(data[:nbytes]) == defined(data[:nbytes])
+    assert bytes_digest_hex(data[:nbytes]) == defined(data[:nbytes])
 
 
 def test_nothing_has_the_digest_of_no_blocks() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptx.storage.open_file import OpenFile
 from ckptx.transfer import digest
-from ckptx.transfer.digest import TreeDigest, digest_bytes
+from ckptx.transfer.digest import TreeDigest, bytes_digest_hex
 from ckptx.transfer.output_file import FileDigests, FileWriter
 
 LEAF, BUFFER = 64, 16
@@ -79,7 +79,7 @@ def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObj
     assert (tmp_path / "file").read_bytes() == payload
     finished(digests, payload)
     leaves = [digests.leaves[leaf] for leaf in sorted(digests.leaves)]
-    assert digest.tree_digest(leaves).hex() == digest_bytes(payload)
+    assert digest.tree_digest(leaves).hex() == bytes_digest_hex(payload)
 
 
 def test_a_pass_that_goes_on_where_another_ended_reads_nothing_back(tmp_path: Path) -> None:

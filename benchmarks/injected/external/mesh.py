@@ -1,4 +1,4 @@
-"""Train on a mesh of 2 data-parallel x 2 tensor-parallel ranks, with unusual names of state: net, opt, pace, clock.
+"""Train on a mesh of 2 data-parallel x 2 tensor-parallel ranks, with unusual names of state (net, opt, ..., dice).
 
 The script does not use ckptx. One process imports torch, and its ranks are forked from it. `mesh.yaml` runs it:
 
@@ -57,8 +57,8 @@ def work(rank, args):
     opt = torch.optim.AdamW(net.parameters(), lr=RATE, betas=BETAS)
     pace = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, args.horizon)
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
-    group = mesh["data"].get_local_rank()
-    torch.manual_seed(100 + group)  # tensor-parallel ranks need the same dropout
+    data_rank = mesh["data"].get_local_rank()
+    torch.manual_seed(100 + data_rank)  # tensor-parallel ranks need the same dropout
     clock = 0
 
     def state():
@@ -84,7 +84,7 @@ def work(rank, args):
 
     saved = None
     while clock < args.steps:
-        first = (clock * 2 + group) * BATCH % SAMPLES
+        first = (clock * 2 + data_rank) * BATCH % SAMPLES
         loss = (net(data[first : first + BATCH]) - data[first : first + BATCH].roll(1, 1)).square().mean()
         opt.zero_grad()
         loss.backward()

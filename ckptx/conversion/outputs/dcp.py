@@ -76,7 +76,7 @@ class DcpFormat(OutputFormat):
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
-    def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
+    def aliases(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """Map each second name of a tensor to its first; both are written because the trainer may read either."""
         if named.naming.sources:
             return {}

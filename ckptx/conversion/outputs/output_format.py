@@ -129,7 +129,7 @@ class OutputFormat(ABC):
         """Map the names of a target to those in the output."""
         return {name: name for name in (*named.target.tensors, *named.target.aliases)}
 
-    def second_names(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
+    def aliases(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """Map each second output name of a tensor that the source has under two names to its first."""
         return {}
 

@@ -22,7 +22,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of
 from ckptx.storage.interface import Location, Source
-from ckptx.transfer.digest import digest_bytes
+from ckptx.transfer.digest import bytes_digest_hex
 from ckptx.untrusted.limits import MAX_METADATA_BYTES
 
 _CONFIG = "config.json"
@@ -113,7 +113,7 @@ def _tensors_without_disk_name(view: ModelView, manifest: Manifest) -> list[str]
 
 def _config_digest(source: Source) -> str | None:
     """Return the digest of a config in the form of the manifest; None if there is no config."""
-    return digest_bytes(source.read_small(_CONFIG, MAX_METADATA_BYTES)) if source.listing().has(_CONFIG) else None
+    return bytes_digest_hex(source.read_small(_CONFIG, MAX_METADATA_BYTES)) if source.listing().has(_CONFIG) else None
 
 
 def _compare_operations(view: ModelView, config_path: Location, recorded_config: Mapping[str, Any]) -> None:

@@ -193,7 +193,7 @@ def _dropped_ties(
     source_names: Mapping[str, str],
     decisions: Sequence[TieDecision],
 ) -> set[str] | None:
-    """Return the source names that the original files lack; None if the files contain other tensors.
+    """Return the source names that the original files lack; None if the difference is not only dropped ties.
 
     A tensor is dropped only if the config ties it to one that is kept and both have the same bytes, never on the word
     of the manifest alone.

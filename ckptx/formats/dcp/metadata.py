@@ -35,6 +35,7 @@ from ckptx.untrusted.hash_keys import UniqueTuples
 from ckptx.untrusted.limits import MAX_DIMS, MAX_JSON_DEPTH, MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
 
 _INTEGER_TYPES = frozenset({int})
+_INVALID_SHAPE = f"sizes or offsets are not a tuple of at most {MAX_DIMS} integers from 0 to 2^{MAX_NUMEL_BITS} - 1"
 
 StorageKey = tuple[str, Shape | None]
 
@@ -241,11 +242,11 @@ class ShapeCache:
         """Return the stored shape that equals `value`, which may be freed afterwards."""
         # Checked before hashing, because hashing a deeply nested tuple could take forever.
         if type(value) is not tuple or len(value) > MAX_DIMS or not _INTEGER_TYPES.issuperset(map(type, value)):
-            raise ValueError("a size is not a tuple of counts")
+            raise ValueError(_INVALID_SHAPE)
         shape = self._stored.get(value)
         if shape is None:
             if any(not 0 <= size < 1 << MAX_NUMEL_BITS for size in value):
-                raise ValueError("a size is not a tuple of counts")
+                raise ValueError(_INVALID_SHAPE)
             shape = self._stored.add(value)
         return shape
 
@@ -299,7 +300,7 @@ def _parse_state(
             chunks = []
             max_chunks -= len(fields["chunks"])
             if max_chunks < 0:
-                raise ValueError("more chunks than bytes")
+                raise ValueError("more chunks than the file has bytes")
             for chunk in fields["chunks"]:
                 chunk_fields = vars(chunk)
                 chunks.append(shapes.region(chunk_fields["offsets"], chunk_fields["sizes"]))

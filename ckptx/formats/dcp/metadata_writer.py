@@ -25,7 +25,7 @@ class StorageEntry(NamedTuple):
         fqn: Name of the tensor or object.
         chunk_index: Index of the chunk in the tensor; None for an object.
         offsets: Offsets of the chunk in the tensor, in torch elements; None for an object.
-        location: Bytes of the chunk or object.
+        location: File, offset and length of the bytes of the chunk or object.
     """
 
     fqn: str

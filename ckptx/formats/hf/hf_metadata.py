@@ -47,7 +47,10 @@ class HfMetadata(NamedTuple):
 
 
 def find_hf_metadata(catalog: Catalog) -> Source | None:
-    """Return the HF metadata directory of a sharded checkpoint, or None; with two parts, that of the first."""
+    """Return the HF metadata directory of a sharded checkpoint, or None.
+
+    If the checkpoint has separate model and optimizer directories, return that of the first.
+    """
     directory = DIRECTORIES.get(catalog.format)
     if directory is None:
         return None

@@ -173,7 +173,7 @@ class _WriterThread(Thread):
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error, which refer to the copies and the group."""
+    """Clear the frames of an error, which keep the copied tensors and the process group alive."""
     pending: list[BaseException | None] = [error]
     while pending:
         each = pending.pop()

@@ -158,7 +158,7 @@ def _find_saved_rank(stored: StoredState, name: str, mesh: DeviceMesh | None, *,
         raise UnsupportedError(
             f'{stored.root}: training state "{name}" was saved with {saved_dims.dp} data ranks and {saved_dims.pp} '
             f"stages, this run has {dims.dp} and {dims.pp}; resume with the same numbers, or leave it out and start it "
-            "fresh (randomness.seed with another number, data from the saved step)"
+            "fresh, for example with `randomness.seed(other_number, mesh)` and the data from the saved step on"
         )
     rank = saved_dims.rank(pp, dp, tp if tp < saved_dims.tp else 0)
     if f"{prefix}{rank}" not in stored.objects:

@@ -147,7 +147,12 @@ class ModelLoader:
             return local_config_directory(other.view.catalog)
 
     def inspect_model(self) -> ModelFacts:
-        """Build the model on the meta device, and refuse what cannot run on this mesh before anything has storage."""
+        """Return facts about the model, which is built on the meta device.
+
+        Raises:
+            InputError: There is no config.json.
+            UnsupportedError: The class is unknown, or its heads do not divide among the TP ranks.
+        """
         with self.open_checkpoint() as source:
             if source.architecture is None or source.config is None:
                 raise UnsupportedError(

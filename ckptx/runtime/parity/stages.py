@@ -30,10 +30,10 @@ from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader, ShardedM
 
 
 def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePlan:
-    """Split a model into pipeline stages; every rank calls it.
+    """Return the plan that splits a model into pipeline stages; every rank calls it.
 
     Args:
-        loader: Side whose model is split.
+        loader: Loader of the model, the checked one or the reference.
         facts: Facts about that model.
         log: Log that receives a note if the microbatches do not fill the pipeline.
 

@@ -182,7 +182,8 @@ class Pipeline:
             on_output: Called with each stage of this rank and the output of its model.
 
         Returns:
-            For each stage, the payload slots of its inputs if this rank sends or receives them, else an empty list.
+            For each stage, the shape and dtype (`PayloadSlot`) of each input that this rank sends or receives; an empty
+            list for the first stage, and for stages whose inputs this rank neither sends nor receives.
         """
         slots_by_stage: dict[int, list[PayloadSlot | None]] = {}
         values: tuple[Any, ...] = ()

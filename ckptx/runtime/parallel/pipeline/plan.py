@@ -204,7 +204,7 @@ def find_boundaries_on_rank_0(
 def find_and_check_boundaries(
     model: nn.Module, stages: StageMap, batches: MakeBatches, output: GetOutput, *, split_backward: bool = False
 ) -> StageBoundaries:
-    """Discover the boundaries with a small model of the class, and check them with a dry run."""
+    """Return the values that cross from stage to stage, found with a small model and checked with a dry run of it."""
     small_model = tiny_model(model.config, type(model))
     small_batches = batches(small_model)
     boundaries = discover_boundaries(small_model, stages, small_batches, lambda each: output(small_model, each))

@@ -191,7 +191,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
 
 
 def _runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
-    """Return the patterns of rules that were made for running."""
+    """Return the patterns whose rules are known to give a correct forward pass, not only shards of a checkpoint."""
     patterns = set()
     for pattern in base_plan.plan.patterns():
         match = base_plan.plan.find_rule(pattern)

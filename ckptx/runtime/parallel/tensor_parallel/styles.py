@@ -178,7 +178,7 @@ def experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = F
 
 
 def local_params(module: nn.Module, ranks: TpRanks) -> None:
-    """Run a module on the shards of its own parameters, such as one number for each head."""
+    """Replace the forward of a module by one that uses the local shards of its own parameters."""
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
