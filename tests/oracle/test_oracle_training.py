@@ -152,7 +152,7 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     assert report.objects["count"] == len(objects)
     root = "optimizer." if layout == "two-directories" else ""
     assert {row["name"] for row in report.dropped} == {f"{root}{name}" for name in state}
-    said = [warning for warning in report.notes if warning.startswith("not converted: ")]
+    said = [note for note in report.notes if note.startswith("dropped: ")]
     if state:
         size = f"{sum(state.values()) / 1024:.2f} KiB"
         assert said == [
