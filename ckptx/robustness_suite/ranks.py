@@ -262,7 +262,7 @@ class _RankKilled(PeerFailure):
 
 
 def _first_error(failures: Mapping[int, BaseException]) -> BaseException:
-    """Return the error to raise: of a killed rank, else of one that failed by itself, else of one that lost a peer."""
+    """Return the most direct error: a killed rank, then a rank that failed by itself, then one that lost a peer."""
     errors = [failures[rank] for rank in sorted(failures)]
     return min(errors, key=lambda each: (not isinstance(each, _RankKilled), isinstance(each, PeerFailure)))
 
