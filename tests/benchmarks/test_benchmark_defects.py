@@ -41,7 +41,7 @@ EVERY = {each.key: each for each in (*COMMON_DEFECTS, *RARE_DEFECTS, *benchmark.
 
 
 def pair_of(work: Path, key: str, dtype: str) -> benchmark.Pair:
-    """Return the place of a defect; the defects in `SOME` share the models that they are injected in."""
+    """Return the pair of models for a defect; the defects in `SOME` share the models that they are injected in."""
     pairs = benchmark.pairs_of(work, [EVERY[key] for key, _, _ in SOME], [dtype])
     return next(pair for pair in pairs if pair.defect.key == key)
 
