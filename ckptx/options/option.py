@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from ckptx.errors import ArgumentTypeError, UsageError
 from ckptx.untrusted.remote_name import refuse_remote
@@ -244,7 +244,7 @@ class Setting(NamedTuple):
     def accepted_types(self) -> tuple[tuple[type, ...], str]:
         """Return the accepted types of a value, and their description for an error message."""
         if isinstance(self.annotation, Hook) and not self.is_path:
-            classes = tuple(each for each in _parts_of(self.type) if isinstance(each, type) and each is not NoneType)
+            classes = tuple(each for each in _parts_of(self.type) if is_class(each) and each is not NoneType)
             return (classes, f"a {classes[0].__name__}") if classes else ((Callable,), "a function")
         if self.option is not None and self.option.parse is not None:
             return (int, str), "a size such as 5GB, or a number of bytes"
@@ -432,11 +432,16 @@ def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
         kind = type(choices[0])
     elif get_origin(parts[0]) is not None and issubclass(get_origin(parts[0]), Sequence):
         kind = tuple
-    elif isinstance(parts[0], type):
+    elif is_class(parts[0]):
         kind = parts[0]
     if isinstance(annotation, Option) and kind not in (bool, int, str, tuple):
         raise TypeError(f"{table.__name__}.{name}: an option is a bool, int, str, str | Path, Literal or Sequence[str]")
     return Setting(name, base, kind, choices, getattr(table, name, MISSING), annotation)
+
+
+def is_class(hint: Any) -> TypeGuard[type]:
+    """Return whether a type hint is a class; in Python 3.10, `list[str]` is an instance of `type`, too."""
+    return isinstance(hint, type) and get_origin(hint) is None
 
 
 def _parts_of(hint: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -17,7 +18,7 @@ from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.options.forecast import ForecastOptions
 from ckptx.options.help import make_help, section_titles
-from ckptx.options.option import OUTPUT, Option, Options, settings_of
+from ckptx.options.option import OUTPUT, Option, Options, is_class, settings_of
 from ckptx.options.sizes import GPU_GIB, default_workers, parse_gpu_memory, parse_size
 from ckptx.options.step import GpuName
 from tests.support.command_arguments import arguments_of
@@ -60,6 +61,15 @@ def _functions() -> list[tuple[str, Any, list[str]]]:
             paths = ["there"] * len([each for each in required if each.name != "direction"])
             found.append((words, getattr(ckptx, name), [*direction, *paths]))
     return found
+
+
+@pytest.mark.parametrize(
+    "hint", [list[str], tuple[int, ...], Sequence[str], Callable[[int], str], dict[str, int], int | None]
+)
+def test_generic_types_are_not_classes(hint: Any) -> None:
+    """`isinstance(list[str], type)` is true in Python 3.10, and `isinstance(x, list[str])` raises there."""
+    assert not is_class(hint)
+    assert all(is_class(each) for each in (int, list, Sequence, Callable, Path))
 
 
 _WRONG = (3.5, b"x", {"a": 1}, object(), True, 7, "text", ["text"], lambda: None)

@@ -90,7 +90,7 @@ def describe_type(hint: Any) -> str:
 
 def is_block(hint: Any) -> bool:
     """Return True if a type is a block of a recipe."""
-    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+    return isinstance(hint, type) and get_origin(hint) is None and issubclass(hint, msgspec.Struct)
 
 
 def describe_value(value: Any) -> str:
