@@ -68,7 +68,7 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
                 "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )],
-            _RESUMED, _set("group", "rate"), "schedul|learning rate",
+            _RESUMED, _set("param groups", "learning rate"), "schedul|learning rate",
         ),
         "counter": Mistake(
             "the count of accumulated batches is not restored",
@@ -80,7 +80,7 @@ MISTAKES: Mapping[str, Mapping[str, Mistake]] = {
                 "        accelerator.load_state(args.source)\n",
                 '        accelerator.load_state(args.source); optimizer.param_groups[0]["weight_decay"] = 0.01\n',
             )],
-            _SAVED, _set("group"), "weight decay|weight_decay|hyperparameter|param_groups|parameter group",
+            _SAVED, _set("param groups"), "weight decay|weight_decay|hyperparameter|param_groups|parameter group",
         ),
         "data": Mistake(
             "batches that were seen are not skipped",

@@ -65,7 +65,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         ),
         "optimizer": Mistake(
             "the optimizer is not set: `dcp.load` has filled its moments in place, its groups are new",
-            [(_SET, _SET_MODEL)], _SAVED, frozenset({"group", "rate"}),
+            [(_SET, _SET_MODEL)], _SAVED, frozenset({"param groups", "learning rate"}),
         ),
     },
     "accelerate": {
@@ -77,7 +77,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         "scheduler": Mistake(
             "the scheduler is not given to `prepare`, so that it is not saved",
             [(_PREPARED, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)")],
-            _RESUMED, frozenset({"group", "rate"}),
+            _RESUMED, frozenset({"param groups", "learning rate"}),
         ),
         "data": Mistake(
             "`skip_first_batches` is forgotten",
@@ -102,7 +102,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
                 f"    load = {_LOADER}\n    {_LOADER} = lambda folder: (\n"
                 '        load(folder), setattr(trainer.lr_scheduler, "last_epoch", 0)\n    )\n' + _TRAIN,
             )],
-            _RESUMED, frozenset({"scheduler", "rate"}),
+            _RESUMED, frozenset({"scheduler", "learning rate"}),
         ),
         "data": Mistake(
             "`ignore_data_skip`: the data begins anew",

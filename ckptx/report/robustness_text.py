@@ -11,7 +11,7 @@ from ckptx.report.report import counted, human_bytes
 
 # Meaning and possible causes of a failing oracle. docs/ci.md explains each.
 CAUSES: Mapping[str, str] = {
-    "reference": "a run changed files of the reference run; use a separate output folder for each run",
+    "reference files": "a run changed files of the reference run; use a separate output folder for each run",
     "readable": "a published checkpoint cannot be opened: truncated, or published before it was complete",
     "sharded": "parameters are not sharded as the recipe expects; the trainer may have run unsharded without an error",
     "finite": "the state or a loss contains NaN or infinity; saved checkpoints may already contain it",
@@ -21,7 +21,7 @@ CAUSES: Mapping[str, str] = {
     "moments": "optimizer state differs; possible causes: not restored, loaded for other parameters, or cast",
     "master weights": "optimizer master weights differ; possible causes: not restored, or recreated from the model",
     "adam step": "step counts of the optimizer, which set its bias correction, differ; possible cause: not restored",
-    "group": "settings of the optimizer's param groups differ; possible cause: they were not restored",
+    "param groups": "settings of the optimizer's param groups differ; possible cause: they were not restored",
     "scheduler": "scheduler state differs; possible causes: it was not restored, or was made for another step count",
     "step": "the step counter differs; possible cause: it was not restored",
     "epoch": "the epoch differs; possible cause: it was not restored",
@@ -29,7 +29,7 @@ CAUSES: Mapping[str, str] = {
     "rng": "RNG state differs; possible causes: state of another rank, stale state, or a draw after restoring it",
     "replicas": "replicas of a tensor differ between ranks; only one of them was saved",
     "batch": "the next samples differ; possible causes: data position not restored, or that of another rank",
-    "rate": "the learning rate differs; possible causes: the scheduler or optimizer state was not restored",
+    "learning rate": "the learning rate differs; possible causes: the scheduler or optimizer state was not restored",
     "memory": "the model is still referenced after its phase, or a process group (6 threads) was not destroyed",
     "other": "state that ckptx does not recognize differs; the items name it",
     "loss": "difference exceeds noise; if no exact check fails, check non-state causes: dropout, kernels, reductions",
@@ -142,7 +142,7 @@ def differing_items(report: RobustnessReport, phase: Mapping[str, Any], oracle: 
 
 def oracle_cause(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
     """Return the meaning of a failing oracle; for param groups, with only the settings that differ."""
-    if oracle != "group":
+    if oracle != "param groups":
         return CAUSES.get(oracle)
     items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("check") == oracle]
     keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))

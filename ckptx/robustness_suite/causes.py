@@ -145,7 +145,7 @@ def _explain_param_groups(differences: Sequence[Difference], comparison: _Resume
 
 
 def _explain_learning_rate(differences: Sequence[Difference], comparison: _ResumeComparison) -> Iterator[str]:
-    explained_items = {each.item for each in comparison.differences.get("group", ())}
+    explained_items = {each.item for each in comparison.differences.get("param groups", ())}
     if any(each.item not in explained_items for each in differences):
         change = _first_change_text(differences)
         yield f"learning rate differs{change}; possible causes: the scheduler or optimizer state"
@@ -216,14 +216,14 @@ _EXPLANATIONS: Mapping[str, Callable[[Sequence[Difference], _ResumeComparison], 
     "moments": _explain_moments,
     "master weights": _explain_master_weights,
     "adam step": _explain_adam_step,
-    "group": _explain_param_groups,
+    "param groups": _explain_param_groups,
     "scheduler": _explain_scheduler,
     "step": _counter_explainer("step counter"),
     "epoch": _counter_explainer("epoch counter"),
     "samples": _counter_explainer("count of samples or tokens"),
     "rng": _explain_rng,
     "batch": _explain_batch,
-    "rate": _explain_learning_rate,
+    "learning rate": _explain_learning_rate,
     "other": _explain_other,
 }
 

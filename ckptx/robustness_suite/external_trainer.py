@@ -79,7 +79,17 @@ _ORACLE_CAUSES = {
     "sharded": "parameters are not sharded as checks.sharded requires",
 }
 # State that differs only if it was not restored: a difference in other state does not change it in a step.
-_STEP_INDEPENDENT_ORACLES = ("adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "batch", "rate")
+_STEP_INDEPENDENT_ORACLES = (
+    "adam step",
+    "param groups",
+    "scheduler",
+    "step",
+    "epoch",
+    "samples",
+    "rng",
+    "batch",
+    "learning rate",
+)
 
 
 T = TypeVar("T")

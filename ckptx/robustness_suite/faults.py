@@ -146,13 +146,13 @@ def nan_in_a_moment(trainer: Any) -> None:
     value.view(-1)[0] = float("nan")
 
 
-@register_fault("weight decay is 0 after a resume", oracle="group")
+@register_fault("weight decay is 0 after a resume", oracle="param groups")
 def weight_decay_lost(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["weight_decay"] = 0.0
 
 
-@register_fault("the next learning rate is 5% too high", oracle="rate")
+@register_fault("the next learning rate is 5% too high", oracle="learning rate")
 def rate_wrong(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["lr"] *= 1.05

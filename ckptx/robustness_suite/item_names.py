@@ -157,7 +157,7 @@ def oracles_of_counter(word: str) -> tuple[str, ...] | None:
 
 def oracles_of_group(key: str) -> tuple[str, ...]:
     """Return the oracles of a setting of a param group."""
-    return ("group", "rate") if key in LEARNING_RATE_KEYS else ("group",)
+    return ("param groups", "learning rate") if key in LEARNING_RATE_KEYS else ("param groups",)
 
 
 def is_master(word: str) -> bool:

@@ -32,8 +32,9 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 EXACT_ORACLES = (
-    "reference", "readable", "sharded", "finite", "names", "model", "second model", "moments", "master weights",
-    "adam step", "group", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch", "rate", "other",
+    "reference files", "readable", "sharded", "finite", "names", "model", "second model", "moments", "master weights",
+    "adam step", "param groups", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch", "learning rate",
+    "other",
 )  # fmt: skip
 MEASURED_ORACLES = ("loss", "logits", "memory")
 ORACLE_ORDER = (*EXACT_ORACLES, *MEASURED_ORACLES)

@@ -50,7 +50,7 @@ from ckptx.runtime.training.checkpoints import LATEST
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
-_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "rate")  # equal in memory on every rank and mesh
+_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "learning rate")  # equal in memory on every rank and mesh
 
 
 class Phase(NamedTuple):
@@ -392,7 +392,16 @@ def _compare_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
 
 
 # Stored state besides the model that is equal for every mesh; RNG state belongs to a rank.
-_MESH_INDEPENDENT_ORACLES = ("moments", "adam step", "group", "rate", "scheduler", "step", "batch", "samples")
+_MESH_INDEPENDENT_ORACLES = (
+    "moments",
+    "adam step",
+    "param groups",
+    "learning rate",
+    "scheduler",
+    "step",
+    "batch",
+    "samples",
+)
 
 
 def _compare_state(reference: Path, actual: Path, label: str) -> list[Verdict]:

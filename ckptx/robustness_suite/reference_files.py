@@ -104,16 +104,16 @@ def compare_file_snapshots(before: RunFiles, after: RunFiles) -> Verdict:
                 _change_difference(name, "was deleted" if new_name is None else f"was renamed to {new_name}")
             )
         elif name in added:
-            differences.append(Difference("reference", name, None, None, "was added"))
+            differences.append(Difference("reference files", name, None, None, "was added"))
         elif before.entries[name].content != after.entries[name].content:
             differences.append(
                 _change_difference(name, _change_text(before.entries[name].content, after.entries[name].content))
             )
-    return Verdict("reference", len(before.entries.keys() | after.entries.keys()), differences)
+    return Verdict("reference files", len(before.entries.keys() | after.entries.keys()), differences)
 
 
 def _change_difference(name: str, change: str) -> Difference:
-    return Difference("reference", name, None, _UNCHANGED, change)
+    return Difference("reference files", name, None, _UNCHANGED, change)
 
 
 def _change_text(before: str, after: str) -> str:

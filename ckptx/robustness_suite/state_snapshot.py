@@ -41,8 +41,8 @@ def collect_items(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[st
                     items["finite", f"{name}.{key}"] = finite_text(value)
             for key, value in group.items():
                 if key not in ("params", "lr"):
-                    items["group", f"{name}.{key}"] = _value_text(value)
-        items["rate", "lr"] = repr(float(group["lr"]))
+                    items["param groups", f"{name}.{key}"] = _value_text(value)
+        items["learning rate", "lr"] = repr(float(group["lr"]))
     for key, value in trainer.scheduler.state_dict().items():
         items["scheduler", key] = _value_text(value)
     items["step", "step"] = str(trainer.completed_steps)

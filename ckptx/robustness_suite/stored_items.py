@@ -73,7 +73,7 @@ _NOISE_KEYS = re.compile(
     r"|(output|logging|run)_dir|log_history|run_name"
 )
 _FINITE_ORACLES = frozenset({"model", "second model", "moments", "master weights"})
-_NOISE_FREE_ORACLES = _FINITE_ORACLES | {"adam step", "group", "rate"}
+_NOISE_FREE_ORACLES = _FINITE_ORACLES | {"adam step", "param groups", "learning rate"}
 
 
 class RunSharding(NamedTuple):

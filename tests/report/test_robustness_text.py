@@ -197,8 +197,8 @@ def test_only_settings_that_differ_are_named(first: int, count: int, form: str) 
     settings = ["lr", "initial_lr", "weight_decay", "betas", "eps", "amsgrad"]
     words = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
     keys = [settings[(first + index) % len(settings)] for index in range(count)]
-    row = oracle("group", [f"o.param_groups.0.{key}" for key in keys])
-    rows = [{"phase": "resume", "check": "group", "item": item, "rank": 0} for item in row["differing"]]
+    row = oracle("param groups", [f"o.param_groups.0.{key}" for key in keys])
+    rows = [{"phase": "resume", "check": "param groups", "item": item, "rank": 0} for item in row["differing"]]
     report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows)
     forms = {
         "text": robustness_text,

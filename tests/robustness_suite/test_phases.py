@@ -55,8 +55,8 @@ def set_to(name: str, value: Any) -> Callable[[State], None]:
         ("moments", "exp_avg", set_to("optim.state.weight.exp_avg", torch.ones(2, 3).nextafter(torch.zeros(2, 3)))),
         ("moments", "exp_avg_sq", lambda given: given.pop("optim.state.weight.exp_avg_sq")),
         ("adam step", "step", set_to("optim.state.weight.step", torch.tensor(4.0))),
-        ("rate", "lr", set_to("optim.param_groups.weight.lr", 0.25)),
-        ("group", "weight_decay", set_to("optim.param_groups.weight.weight_decay", 0.0)),
+        ("learning rate", "lr", set_to("optim.param_groups.weight.lr", 0.25)),
+        ("param groups", "weight_decay", set_to("optim.param_groups.weight.weight_decay", 0.0)),
         ("scheduler", "last_epoch", set_to("training_state.scheduler.last_epoch", 2)),
         ("batch", "samples", set_to("training_state.sampler.samples", 16)),
         ("step", "step", set_to("step", 2)),
@@ -81,7 +81,15 @@ def test_random_numbers_are_of_ranks_and_not_compared_on_another_mesh(tmp_path: 
     first, second = saved(tmp_path / "first", state()), saved(tmp_path / "second", given)
     found = _compare_state(first, second, "tp2")
     assert all(each.ok for each in found)
-    assert {each.oracle for each in found} == {"moments", "adam step", "group", "rate", "scheduler", "step", "batch"}
+    assert {each.oracle for each in found} == {
+        "moments",
+        "adam step",
+        "param groups",
+        "learning rate",
+        "scheduler",
+        "step",
+        "batch",
+    }
 
 
 def test_a_model_of_other_bytes_is_named_by_its_tensor(tmp_path: Path) -> None:

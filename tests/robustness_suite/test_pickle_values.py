@@ -133,9 +133,9 @@ def test_a_usual_name_is_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "optimizer.pkl").write_bytes(pickle.dumps(state))
     assert set(read_items(tmp_path)) == {
         ("adam step", "optimizer.state.0.step"),
-        ("group", "optimizer.param_groups"),  # that it is a list
-        ("group", "optimizer.param_groups.0.lr"),
-        ("rate", "optimizer.param_groups.0.lr"),
+        ("param groups", "optimizer.param_groups"),  # that it is a list
+        ("param groups", "optimizer.param_groups.0.lr"),
+        ("learning rate", "optimizer.param_groups.0.lr"),
     }
     (tmp_path / "optimizer.pkl").write_bytes(pickle.dumps({"state": {0: 1, "0": 2, b"0": 3, None: 4}}))
     assert {name for _, name in read_items(tmp_path)} == {

@@ -93,7 +93,7 @@ def test_a_trainer_that_is_right_passes(name: str, tmp_path: Path) -> None:
     assert outcome.noise["loss"]["repeated"] == 0
     assert time.monotonic() - begin < 240  # two minutes on idle cores
     (end,) = (row for row in outcome.phases if row["name"] == "resumed")
-    assert {"model", "moments", "adam step", "group", "scheduler", "rng", "loss"} <= {
+    assert {"model", "moments", "adam step", "param groups", "scheduler", "rng", "loss"} <= {
         each["name"] for each in end["checks"]
     }
 

@@ -124,29 +124,29 @@ def test_a_run_that_changes_the_reference_fails(tmp_path: Path, when: str, file:
         assert outcome.ok and failed(outcome) == {}
         return
     first = next(row for row in outcome.phases if row["ok"] is False)
-    assert first["name"] == when.replace("-", " ") and failed(outcome)[first["name"]][0] == "reference"
+    assert first["name"] == when.replace("-", " ") and failed(outcome)[first["name"]][0] == "reference files"
     assert first["cause"].startswith(f"reference checkpoint was modified by the {RUNS[when]}: ")
     expected = "extra.json" if change == "added" else file
     assert expected in first["cause"] and first["cause"] in first["notes"]
-    rows = [row for row in outcome.differing if row["check"] == "reference"]
+    rows = [row for row in outcome.differing if row["check"] == "reference files"]
     assert rows and {row["phase"] for row in rows} == {first["name"]}
 
 
 def test_a_link_to_the_last_checkpoint_that_is_switched_fails(tmp_path: Path) -> None:
     outcome = tampered(tmp_path, "resumed", "latest", "other contents")
-    assert failed(outcome)["resumed"][0] == "reference"
+    assert failed(outcome)["resumed"][0] == "reference files"
 
 
 def test_items_are_those_from_before_the_run(tmp_path: Path) -> None:
     """The run does not restore its moment, and writes its own checkpoint over the one it began with."""
     outcome = run(tmp_path, "moments written back")
-    assert failed(outcome)["load and save"] == ["reference", "moments"]
+    assert failed(outcome)["load and save"] == ["reference files", "moments"]
     assert "earlier run had modified" in notes(outcome, "resumed")
 
 
 def test_a_run_that_writes_into_the_folder_of_another_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, "writes elsewhere")
-    assert failed(outcome)["load and save"] == ["reference"]
+    assert failed(outcome)["load and save"] == ["reference files"]
     said = notes(outcome, "load and save")
     assert "reference checkpoint was modified by the run resumed for zero steps" in said
     assert "the command saved no checkpoint of step 2" in said

@@ -200,8 +200,8 @@ def test_tensors_that_the_optimizer_knows_are_the_model(
         ([*tensors("zebra."), *ADAM], tensors("x.state.", ".master_param"), "master weights"),
         ([*tensors("zebra."), *ADAM], tensors("masters.main_master."), "master weights"),
         ([*tensors("zebra."), *ADAM], values("x.state.a.weight.step"), "adam step"),
-        ([*tensors("zebra."), *ADAM], values("x.groups.0.lr", "x.groups.0.betas"), "group"),
-        ([], values("knobs.0.initial_lr", "knobs.0.weight_decay"), "group"),
+        ([*tensors("zebra."), *ADAM], values("x.groups.0.lr", "x.groups.0.betas"), "param groups"),
+        ([], values("knobs.0.initial_lr", "knobs.0.weight_decay"), "param groups"),
         ([*tensors("zebra."), *ADAM], values("optimizer.loss_scaler", "x.overflow"), "other"),
         # gradients are none of these
         ([*tensors("model."), *ADAM], tensors("grad_sums."), "not second model"),
@@ -364,8 +364,8 @@ def test_a_setting_of_a_group_is_named_alone(key: str, has_schedule: bool, sched
         "momentum": "1",
         "own_setting": "1",
     }
-    before = {("group", f"o.param_groups.0.{name}"): value for name, value in settings.items()}
-    after = before | {("group", f"o.param_groups.0.{key}"): "2"}
+    before = {("param groups", f"o.param_groups.0.{name}"): value for name, value in settings.items()}
+    after = before | {("param groups", f"o.param_groups.0.{key}"): "2"}
     if has_schedule:
         before["scheduler", "s.last_epoch"] = "3"
         after["scheduler", "s.last_epoch"] = "0" if schedule_differs else "3"

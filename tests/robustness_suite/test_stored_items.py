@@ -103,9 +103,9 @@ def trainer_checkpoint(root: Path) -> Path:
         ("app.optim.state.model.norm.weight.exp_avg_sq", ("moments",)),
         ("optim.state.0.step", ("adam step",)),
         ("optim.state.0.momentum_buffer", ("moments",)),
-        ("optimizer.param_groups.0.lr", ("group", "rate")),
-        ("optim.param_groups.model.norm.weight.betas", ("group",)),
-        ("optimizer.param_groups.0.params", ("group",)),
+        ("optimizer.param_groups.0.lr", ("param groups", "learning rate")),
+        ("optim.param_groups.model.norm.weight.betas", ("param groups",)),
+        ("optimizer.param_groups.0.params", ("param groups",)),
         ("lr_scheduler.last_epoch", ("scheduler",)),
         ("training_state.scheduler._last_lr", ("scheduler",)),
         ("dataloader.dp_rank_0", ("batch",)),
@@ -158,8 +158,8 @@ def test_a_directory_of_the_trainer(tmp_path: Path) -> None:
         f"optimizer.state.{i}.{kind}" for i in range(4) for kind in ("exp_avg", "exp_avg_sq")
     ]
     assert items["adam step", "optimizer.state.3.step"] == "F32 [] 1.0"
-    assert items["group", "optimizer.param_groups.0.lr"] == items["rate", "optimizer.param_groups.0.lr"]
-    assert items["group", "optimizer.param_groups.0.betas"] == "(0.9, 0.999)"
+    assert items["param groups", "optimizer.param_groups.0.lr"] == items["learning rate", "optimizer.param_groups.0.lr"]
+    assert items["param groups", "optimizer.param_groups.0.betas"] == "(0.9, 0.999)"
     assert items["scheduler", "scheduler.last_epoch"] == "1"
     assert names(items, "rng") == [
         f"rng.rank {rank}.{kind}" for rank in range(2) for kind in ("python", "numpy", "cpu")
@@ -179,8 +179,8 @@ def test_two_alike_have_the_same_items(tmp_path: Path) -> None:
     [
         ("optimizer.pt", lambda s: s["state"][1]["exp_avg"].view(-1)[0].add_(1e-7), {"moments"}),
         ("optimizer.pt", lambda s: s["state"][2].update(step=torch.tensor(0.0)), {"adam step"}),
-        ("optimizer.pt", lambda s: s["param_groups"][0].update(weight_decay=0.0), {"group"}),
-        ("optimizer.pt", lambda s: s["param_groups"][0].update(lr=1.0), {"group", "rate"}),
+        ("optimizer.pt", lambda s: s["param_groups"][0].update(weight_decay=0.0), {"param groups"}),
+        ("optimizer.pt", lambda s: s["param_groups"][0].update(lr=1.0), {"param groups", "learning rate"}),
         ("scheduler.pt", lambda s: s.update(last_epoch=0), {"scheduler"}),
         ("rng_state_1.pth", lambda s: s.update(numpy=np.random.RandomState(7).get_state()), {"rng"}),
         ("rng_state_0.pth", lambda s: s["python"][1].__class__ and s.update(python=(3, (1,) * 625, None)), {"rng"}),
