@@ -19,13 +19,14 @@ from ckptx.wording import counted
 if TYPE_CHECKING:  # not imported for a help page
     from ckptx.catalog.format_traits import FormatTraits
 
-Names = Literal["disk", "model", "torchtitan"]
+Names = Literal["hf", "model", "torchtitan", "disk"]
 TiedMode = Literal["auto", "alias", "copy", "drop"]
 OptimizerMode = Literal["keep", "drop"]
 NAMES = Option(
-    "Naming scheme: disk (as published on the Hub), model (transformers module names) or torchtitan.",
+    "Naming scheme: hf (as published on the Hub), model (transformers module names) or torchtitan.",
     CONTENT,
-    default="disk; a DCP made from a DCP keeps its names",
+    default="hf; a DCP made from a DCP keeps its names",
+    spellings={"disk": "hf"},
 )
 TIED = Option(
     "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or auto "
@@ -184,7 +185,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     src: Annotated[str | Path, Argument(_SRC, "SRC")]
     dst: Annotated[str | Path, Argument(_DST, "DST")]
     _: KW_ONLY
-    names: Annotated[Names | None, NAMES._replace(default="disk")] = None
+    names: Annotated[Names | None, NAMES._replace(default="hf")] = None
     tied: Annotated[
         TiedMode,
         TIED._replace(
@@ -236,7 +237,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     _: KW_ONLY
     names: Annotated[
         Names | None,
-        NAMES._replace(default="disk, or model for sharded safetensors; a DCP made from a DCP keeps its names"),
+        NAMES._replace(default="hf, or model for sharded safetensors; a DCP made from a DCP keeps its names"),
     ] = None
     optimizer: Annotated[
         OptimizerMode | None, OPTIMIZER._replace(default="keep in a DCP, drop in sharded safetensors")

@@ -143,7 +143,7 @@ def check_export(session: Session) -> Findings:
     findings = Findings()
     architecture = find_architecture(read_json(session.source / "config.json"))
     is_known = architecture is not None and architecture.name_patterns
-    names: Names | None = "disk" if is_known else None  # experts that are fused in the run are separate on the Hub
+    names: Names | None = "hf" if is_known else None  # experts that are fused in the run are separate on the Hub
     with findings.catch_read_errors(f"step-{last}"):
         convert("dcp2hf", checkpoint, exported, base=str(session.source), names=names, overwrite=True)
         findings.verdicts.append(_compare_names(session.source, exported))

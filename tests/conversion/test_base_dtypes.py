@@ -214,7 +214,7 @@ def test_an_explicit_dtype_is_said_even_when_nothing_had_to_be_cast(tmp_path: Pa
     assert report.edits == [{"key": "dtype", "before": "bfloat16", "after": "float32"}]
 
 
-@pytest.mark.parametrize("names", ["disk", "model", "torchtitan"])
+@pytest.mark.parametrize("names", ["hf", "model", "torchtitan"])
 def test_what_a_base_keeps_in_float32_is_kept_under_any_names(tmp_path: Path, names: str) -> None:
     """The names that are written need not be those of the base."""
     mixed = {name: "F32" if "norm" in name else "BF16" for name in SHAPES}

@@ -100,7 +100,7 @@ def test_fused_scales_come_apart_without_a_manifest(tmp_path: Path) -> None:
     source = moe(tmp_path / "hf", "fp8 in blocks")
     ckptx.reshard(source, tmp_path / "cut", to="safetensors", tp=2)
     (tmp_path / "cut" / "ckptx.json").unlink()
-    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", names="disk")
+    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", names="hf")
     assert open_checkpoint(tmp_path / "back").tensors.keys() == open_checkpoint(source).tensors.keys()
     assert ckptx.verify(source, tmp_path / "back").exit == 0
 

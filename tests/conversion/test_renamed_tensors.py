@@ -140,7 +140,7 @@ def test_a_class_without_names_in_torchtitan_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_scheme_is_a_choice_of_names() -> None:
-    assert get_args(Names) == ("disk", "model", *detect.SCHEMES)
+    assert get_args(Names) == ("hf", "model", *detect.SCHEMES, "disk")
 
 
 def test_names_of_a_second_trainer_are_recognized_and_become_torchtitans(

@@ -217,7 +217,7 @@ def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
         view, ties = decided(ready)
     target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
     assert rename_tensors(view, target, names=None, default=None).target is target
-    assert rename_tensors(view, target, names="disk", default=None).target is target
+    assert rename_tensors(view, target, names="hf", default=None).target is target
     named = rename_tensors(view, target, names="model", default=None)
     fused = "model.layers.1.mlp.experts.gate_up_proj"
     assert named.target.tensors[fused].shape == (2, 48, 8)

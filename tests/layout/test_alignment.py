@@ -359,7 +359,7 @@ def test_aligned_says_what_the_files_hold(tmp_path: Path, sample: str, plan: str
         (tmp_path / "plan.json").write_text(json.dumps(plans[plan]))
         options["tp_plan"] = str(tmp_path / "plan.json")
     if architecture != "NovelForCausalLM":
-        options["names"] = "disk"
+        options["names"] = "hf"
     report = ckptx.reshard(src, tmp_path / "dst", tp=tp, to="safetensors", allow_config_mismatch=True, **options)
     found, expected = {}, {}
     for name, (shape, parts) in tensors.items():

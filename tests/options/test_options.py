@@ -351,3 +351,8 @@ def test_help_names_what_an_option_depends_on() -> None:
     assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
     assert search.sentences().endswith(" Requires --gpus.")
+
+
+def test_the_former_name_of_hf_names_still_works() -> None:
+    assert ToHfOptions("to-hf", "a", "b", names="disk").names == "hf"
+    assert settings_of(ToHfOptions)["names"].main_choices == ("hf", "model", "torchtitan")

@@ -38,7 +38,7 @@ def state(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
     return {name: tensor + 1e-4 for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("names", ["disk", "model"])
+@pytest.mark.parametrize("names", ["hf", "model"])
 def test_the_base_decides_under_names_that_are_not_its_own(trained: Path, tmp_path: Path, names: str) -> None:
     base = read_tensors(trained / "base")
     for dtype in ("base", "bf16"):
@@ -49,11 +49,11 @@ def test_the_base_decides_under_names_that_are_not_its_own(trained: Path, tmp_pa
         assert routers == {name for name in base if name.endswith("mlp.gate.weight")}
         assert {tensor.dtype for name, tensor in found.items() if name not in routers} == {torch.bfloat16}
         assert report["edits"] == []
-    assert (names == "disk") is (found.keys() == base.keys())
+    assert (names == "hf") is (found.keys() == base.keys())
 
 
 def test_from_pretrained_rounds_nothing_of_a_step_as_it_is(trained: Path, tmp_path: Path) -> None:
-    report = run_convert("dcp2hf", trained / "step", tmp_path / "hf", "--base", trained / "base", "--names", "disk")
+    report = run_convert("dcp2hf", trained / "step", tmp_path / "hf", "--base", trained / "base", "--names", "hf")
     assert [(edit["key"], edit["after"]) for edit in report["edits"]] == [("dtype", "float32")]
     expected = Qwen3MoeForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     model = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "hf")

@@ -125,14 +125,14 @@ def test_names_of_the_model_load_into_it(
     expected = state_of(recipe, hf)
     assert_same_tensors(load_into_model(recipe, tmp_path / "cut"), expected)
     # and come back under those they had
-    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", names="disk")
+    ckptx.convert("dcp2hf", tmp_path / "cut", tmp_path / "back", names="hf")
     assert_same_tensors(read_hf(tmp_path / "back"), read_hf(hf))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llava"])
 def test_names_on_disk_stay_in_safetensors_if_asked(hf_of: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     hf = hf_of(name)
-    ckptx.reshard(hf, tmp_path / "cut", to="safetensors", names="disk", tp=2, pp=2)
+    ckptx.reshard(hf, tmp_path / "cut", to="safetensors", names="hf", tp=2, pp=2)
     expected = read_hf(hf)
     assert read_shard_regions(tmp_path / "cut").keys() == expected.keys() != state_of(EVERY[name], hf).keys()
     state = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}

@@ -164,7 +164,7 @@ def test_states_of_experts_cannot_follow_names_on_disk(pool: GlooPool, tmp_path:
     """There each expert is a tensor of its own, and no trainer has state for it."""
     write(with_layers("mixtral", LAYERS), tmp_path / "hf")
     saved = train(pool, tmp_path / "hf", tmp_path)
-    options = {"base": str(tmp_path / "hf"), "names": "disk", **MESH}
+    options = {"base": str(tmp_path / "hf"), "names": "hf", **MESH}
     with pytest.raises(UnsupportedError, match="belongs to a parameter that these names combine, split or reorder"):
         ckptx.reshard(saved, tmp_path / "cut", **options)
     ckptx.reshard(saved, tmp_path / "cut", optimizer="drop", **options)

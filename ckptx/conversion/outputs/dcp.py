@@ -55,7 +55,7 @@ class DcpFormat(OutputFormat):
         return drop_training_state(view, view.catalog.objects, "dropped (--optimizer drop)")
 
     def default_naming(self, view: ModelView) -> str | None:
-        return "disk" if view.catalog.traits.has_model_names else None
+        return "hf" if view.catalog.traits.has_model_names else None
 
     def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
         """Map target names to output names.

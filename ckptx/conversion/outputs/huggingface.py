@@ -44,8 +44,8 @@ class HuggingFaceFormat(OutputFormat):
         return drop_training_state(view, view.catalog.objects, "is not converted to HF")
 
     def default_naming(self, view: ModelView) -> str | None:
-        """Return "disk" for trainer and model names, because every loader knows disk names; None keeps disk names."""
-        return "disk" if view.trainer_conversions or has_model_names(view) else None
+        """Return "hf" for trainer and model names, because every loader knows disk names; None keeps disk names."""
+        return "hf" if view.trainer_conversions or has_model_names(view) else None
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
         """Restore the original files recorded in the manifest, unless options ask for a different output.
@@ -62,7 +62,7 @@ class HuggingFaceFormat(OutputFormat):
             has_other_options
             or base.catalog is not None
             or options.base == "none"
-            or options.names not in (None, "disk")
+            or options.names not in (None, "hf")
         ):
             restoration = restore_original(view, ties.decisions, options.names)
         if restoration.files is None and base.config is None and options.base is None:
@@ -107,7 +107,7 @@ class HuggingFaceFormat(OutputFormat):
         self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]
     ) -> Mapping[str, int] | None:
         """Return the file of each tensor in the base, or None if unknown or if options require other files."""
-        has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "disk")
+        has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "hf")
         if has_other_options or base.file_numbers.keys().isdisjoint(target.tensors):
             return None
         unstored_names = [name for name in base.file_numbers if name not in target.tensors]

@@ -102,7 +102,7 @@ def rename_tensors(
     except UnsupportedError as error:
         if names is not None:
             raise
-        unchanged = "disk" if requested == "model" else "model"
+        unchanged = "hf" if requested == "model" else "model"
         raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
     if scheme is not None:
         rules = _scheme_rules(scheme, view)
@@ -110,7 +110,7 @@ def rename_tensors(
         if renamed.unconverted:
             raise UnsupportedError(
                 f'--names {scheme.trainer}: tensor "{renamed.unconverted[0]}" is quantized, and {scheme.trainer} has '
-                "no names for quantization scales; pass --names disk"
+                "no names for quantization scales; pass --names hf"
             )
     notes = tuple(renamed.notes)
     if all(sources == (name,) for name, sources in renamed.sources.items()):

@@ -142,7 +142,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     Args:
         view: Model in the source.
         decisions: Decisions on its tied weights.
-        names: Value of `--names`, "disk" or None.
+        names: Value of `--names`, "hf" or None.
 
     Raises:
         InputError: The manifest declares tensors tied whose bytes differ.
@@ -157,7 +157,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         view,
         TargetTensors.from_source(view.catalog, view.tensors),
         names=names,
-        default="disk",
+        default="hf",
         original_names=list(original.tensors),
     )
     source_names = {new: name for name, new in named.naming.target_names(view).items()}
