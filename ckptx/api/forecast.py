@@ -40,7 +40,13 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         import_module("ckptx.runtime.forecasting.ranks")  # it imports torch
     except ImportError as error:
         raise missing_package("forecast", error) from error
-    with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
+    from ckptx.runtime.forecasting.model_config import errors_naming
+
+    source = str(options.model) if options.recipe is None else f"{options.recipe}: model.config"
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory,
+        errors_naming(source, Path(directory)),
+    ):
         task = _task(options, Path(directory), log)
         report = (
             _search_report(options, task, Path(directory))

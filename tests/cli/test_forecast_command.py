@@ -185,6 +185,15 @@ def test_another_file_is_refused(
     assert ended(monkeypatch, tmp_path / name) == code
 
 
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "none"), ("hidden_size", "64"), ("dtype", "float7")])
+def test_errors_name_the_file_that_was_given(model: Path, tmp_path: Path, key: str, value: str) -> None:
+    """A file of another name is copied for transformers; no message may show the copy."""
+    path = tmp_path / "llama-3b.json"
+    path.write_text(json.dumps({**json.loads((model / "config.json").read_text()), key: value}))
+    result = ran(path)
+    assert result.return_value != 0 and str(path) in result.stderr and "ckptx-forecast-" not in result.stderr
+
+
 def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
     result = ran("--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "layout.dp_shard=1", "--json")
     assert result.return_value == 0, result.stderr

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from tests.support.checkpoint_writers import LLAMA, llama, write_dcp, write_hf
 
 CHECKOUT = Path(__file__).parents[2]
-LIMIT = 20
-"""Seconds that a command may take; the slowest takes well under one on an idle machine."""
+LIMIT = 60
+"""Seconds that a command may take; the slowest takes under one on an idle machine, many times that beside others."""
 
 _STEP = re.compile(r" *\d+\.\d{3} s  ")  # what `-v` says, which differs from run to run
 

@@ -59,10 +59,7 @@ class HuggingFaceFormat(OutputFormat):
         )
         restoration = Restoration()
         if not (
-            has_other_options
-            or base.catalog is not None
-            or options.base == "none"
-            or options.names not in (None, "hf")
+            has_other_options or base.catalog is not None or options.base == "none" or options.names not in (None, "hf")
         ):
             restoration = restore_original(view, ties.decisions, options.names)
         if restoration.files is None and base.config is None and options.base is None:

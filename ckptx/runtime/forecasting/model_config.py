@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptx.errors import InputError, ReadError, UsageError
+from ckptx.errors import CkptxError, InputError, ReadError, UsageError
 from ckptx.formats.hf.hub import CONFIG_FILES, resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.training.recipe import ModelBlock
@@ -53,6 +54,16 @@ def find_model_config(
     if not (path / _CONFIG_NAME).is_file():
         raise InputError(f"{path}: has no config.json; pass the directory that has it")
     return path
+
+
+@contextmanager
+def errors_naming(source: str, directory: Path) -> Iterator[None]:
+    """Replace the path of the config.json in `directory`, a temporary copy, by `source` in the messages of errors."""
+    try:
+        yield
+    except CkptxError as error:
+        error.args = (str(error).replace(str(directory / _CONFIG_NAME), source), *error.args[1:])
+        raise
 
 
 def write_recipe_config(model: ModelBlock, directory: Path) -> tuple[Path, tuple[str, ...]]:
