@@ -49,6 +49,10 @@ class OutputError(CkptxError):
     exit_code = 5
 
 
+class OutputFailure(OutputError):
+    """The storage of the output failed (an I/O error, a stale handle), so that its contents are unknown."""
+
+
 class ReportTargetError(OutputError):
     """The file for the report is also the output, so that not even a report of the failure may be written to it."""
 

@@ -14,6 +14,7 @@ from ckptx.options.verify import RunOptions
 from ckptx.processes.fork import run_in_child
 from ckptx.report.report import human_bytes
 from ckptx.runtime.memory.reserve import reserve_bytes
+from ckptx.storage.files import is_regular_file
 
 _SEQUENCE_LENGTH = 32  # tokens per sequence of the batches that models are compared on
 
@@ -32,7 +33,7 @@ def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu
         CkptxError: The run cannot be forecast.
     """
     sources = [local_config_directory(open_checkpoint(path)) for path in (checkpoint, reference)]
-    source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
+    source = next((each for each in sources if is_regular_file(each / "config.json")), sources[-1])
     step = ForecastOptions(
         source,
         **options.shared_with(ForecastOptions),

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
-from ckptx.errors import CkptxError
+from ckptx.errors import CkptxError, OutputFailure
 from ckptx.formats.dcp.reader import locate_payloads
+from ckptx.storage.files import output_read_failures
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.executor import CopyResult
@@ -35,13 +36,19 @@ def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, 
 
     Raises:
         InputError: The source is corrupt.
+        OutputFailure: The storage of the files failed.
     """
     reader = TensorReader(source, max_memory // 2)
     digests, overflow_counts = {}, OverflowCountsByTensor()
     with target.open() as existing_files:
         try:
-            if any(existing_files.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files):
-                return None
+            with output_read_failures():
+                if any(
+                    existing_files.read_up_to(file.name, 0, len(file.prologue)) != file.prologue for file in plan.files
+                ):
+                    return None
+        except OutputFailure:
+            raise
         except CkptxError:
             return None
         for step in plan.steps():
@@ -53,8 +60,11 @@ def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, 
                 stored_leaves = _digest_combinations(
                     step, existing_files, plan.build_frame is not None, max_memory // 2
                 )
-                if any(leaves != digest.leaves for leaves in stored_leaves):
-                    return None
+                with output_read_failures():
+                    if any(leaves != digest.leaves for leaves in stored_leaves):
+                        return None
+            except OutputFailure:
+                raise
             except CkptxError:
                 return None
     return CopyResult(

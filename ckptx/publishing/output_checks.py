@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckptx.errors import OutputError
+from ckptx.storage.files import output_errors
 
 
 def refuse_unreachable(target: Path) -> None:
@@ -33,10 +34,10 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
     """
     if not os.path.lexists(target):
         return
-    if not os.path.isdir(target):
-        raise OutputError(f"{target}: not a directory; choose another DST")
     try:
-        is_empty = not any(target.iterdir())
+        is_empty = not os.listdir(target)
+    except (NotADirectoryError, FileNotFoundError) as error:
+        raise OutputError(f"{target}: not a directory; choose another DST") from error
     except OSError as error:
         raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
     if not overwrite and not is_empty:
@@ -102,7 +103,7 @@ def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
         if directory in checked_directories:
             continue
         checked_directories.add(directory)
-        is_in_cache = directory.name == "blobs" and (directory.parent / "snapshots").is_dir()
+        is_in_cache = directory.name == "blobs" and os.path.isdir(directory.parent / "snapshots")
         cache = directory.parent if is_in_cache else None
         input_directories = [directory] if cache is None else [directory, cache]
         if any(_is_any_of(resolved, (each, *each.parents)) for each in input_directories) or (
@@ -129,8 +130,13 @@ def _is_any_of(path: Path, others: Iterable[Path]) -> bool:
 
 
 def free_space(target: Path) -> int:
-    """Return the free space of the file system of `target`, in bytes."""
+    """Return the free space of the file system of `target`, in bytes.
+
+    Raises:
+        OutputError: It cannot be accessed.
+    """
     directory = Path(os.path.realpath(target)).parent
     while not os.path.exists(directory):
         directory = directory.parent
-    return shutil.disk_usage(directory).free
+    with output_errors(directory):
+        return shutil.disk_usage(directory).free

@@ -22,6 +22,7 @@ from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
 from ckptx.publishing.output_checks import refuse_files_inside
 from ckptx.publishing.report_file import is_earlier_output
 from ckptx.storage.directory_handle import DirectoryHandle
+from ckptx.storage.files import output_errors
 from ckptx.storage.interface import local_path
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
@@ -61,8 +62,9 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
         OutputError: It is not a checkpoint, or contains unrelated files, of which the message names up to three.
     """
     resolved = Path(os.path.realpath(target))
-    if not resolved.is_dir() or not os.listdir(resolved):
-        return
+    with output_errors(target):
+        if not resolved.is_dir() or not os.listdir(resolved):
+            return
     digests = _read_digests(resolved)
     try:
         with ExitStack() as stack:

@@ -16,7 +16,7 @@ from ckptx.catalog.entry import Chunk, ShardedChunks
 from ckptx.catalog.manifest import Manifest, encode_manifest
 from ckptx.catalog.manifest_parser import parse_manifest
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.errors import CkptxError, InputError
+from ckptx.errors import CkptxError, InputError, OutputFailure, SpaceError
 from ckptx.formats.hf.reader import stray_notes
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.processes.peak_memory import peak_memory
@@ -27,6 +27,7 @@ from ckptx.publishing.source_contents import require_unchanged
 from ckptx.publishing.source_state import FileIdentities, collect_identities, describe_source, is_same_source
 from ckptx.publishing.staging import Staging, open_staging
 from ckptx.storage.directory_handle import refuse_conflicting_names
+from ckptx.storage.files import output_read_failures
 from ckptx.storage.interface import ExpectedFile, OutputTree, Source, SourceFiles, StoredFile
 from ckptx.transfer.digest import LEAF_NBYTES, bytes_digest_hex, file_digest, leaf_digest, tree_digest
 from ckptx.transfer.executor import CopyResult, execute
@@ -139,6 +140,7 @@ def publish(
         existing_result = _find_existing_result(staging, job, files, identities, max_memory) if resume else None
         if existing_result is not None:
             staging.discard()
+            existing_result.leftover = _leftover_path(staging)
             if processes is not None:
                 processes.send("plan", "complete")
             return existing_result
@@ -182,10 +184,15 @@ def publish(
             for rank in range(1, processes.world_size):
                 result.peak_rss = max(result.peak_rss, processes.receive(rank, "held"))
         staging.publish(expected)
+        result.leftover = _leftover_path(staging)
         _logger.info("published as %s", target)
     if processes is not None:
         processes.send("published", True)
     return result
+
+
+def _leftover_path(staging: Publisher) -> str:
+    return "" if staging.leftover is None else str(staging.leftover)
 
 
 def _encode_job_manifest(job: Job, result: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
@@ -278,7 +285,8 @@ def _check_staged_files(job: Job, result: CopyResult, staging: Publisher, expect
 
     require_unchanged_files()
     try:
-        job.check_staged_files(staging.staged_source, result)
+        with output_read_failures():
+            job.check_staged_files(staging.staged_source, result)
     except CkptxError:
         require_unchanged_files()
         raise
@@ -378,8 +386,11 @@ def _find_existing_result(
 def _read_target_manifest(staging: Publisher) -> Manifest | None:
     """Return the manifest at the target, or None if there is no valid one."""
     try:
-        data = staging.target_source.read_small(MANIFEST, MAX_MANIFEST_BYTES)
+        with output_read_failures():
+            data = staging.target_source.read_small(MANIFEST, MAX_MANIFEST_BYTES)
         return parse_manifest(data, str(staging.target_source.location / MANIFEST))
+    except OutputFailure:
+        raise
     except CkptxError:
         return None
 
@@ -394,6 +405,8 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: File
                 leaf_digest(block) for block in identities.iterate_blocks(data, LEAF_NBYTES)
             ).hex()
         return all(staging.digest_target_file(name) == digest for name, digest in expected_digests.items())
+    except (OutputFailure, SpaceError):
+        raise
     except (CkptxError, OSError):
         return False
 
@@ -405,13 +418,18 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
     }
     try:
         files, tensors = manifest.files, manifest.tensors
-        return (
-            {name: row.nbytes for name, row in files.items()} == expected_sizes
-            and not stray_notes(target.listing(), {*expected_sizes, *job.sidecars}, _WEIGHT_SUFFIXES)
-            and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
-            and all(files[name].digest == bytes_digest_hex(data) for name, data in job.markers)
-            and all(tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame)
-        )
+        with output_read_failures():
+            return (
+                {name: row.nbytes for name, row in files.items()} == expected_sizes
+                and not stray_notes(target.listing(), {*expected_sizes, *job.sidecars}, _WEIGHT_SUFFIXES)
+                and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
+                and all(files[name].digest == bytes_digest_hex(data) for name, data in job.markers)
+                and all(
+                    tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame
+                )
+            )
+    except OutputFailure:
+        raise
     except (CkptxError, KeyError):
         return False
 

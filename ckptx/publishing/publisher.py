@@ -52,6 +52,10 @@ class Publisher(Protocol):
     def is_locked(self) -> bool:
         """False if the storage does not support locks: a later run can take over, which `verify_claim` detects."""
 
+    @property
+    def leftover(self) -> Any:
+        """Location of files that `discard` could not remove; None if there are none."""
+
     def __enter__(self) -> Publisher:
         """Return the claim itself."""
 

@@ -40,7 +40,7 @@ def check_report_path(path: str | Path) -> None:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        if not Path(os.path.abspath(path)).parent.is_dir():
+        if not os.path.isdir(Path(os.path.abspath(path)).parent):
             raise OutputError(f"{path}: its directory does not exist; create it, or choose another file") from None
         return
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import LazyChunks, TensorEntry
-from ckptx.errors import CkptxError
+from ckptx.errors import CkptxError, StorageFailure
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.registry import open_checkpoint
@@ -89,6 +89,8 @@ def _has_same_catalog(opened: Catalog) -> bool:
     """Return True if opening the checkpoint again gives the same headers."""
     try:
         reopened = open_checkpoint(opened.source.with_location(opened.opened_from or opened.root).without_cache())
+    except StorageFailure:
+        raise
     except CkptxError:
         return False
     return list(header_texts(reopened)) == list(header_texts(opened))

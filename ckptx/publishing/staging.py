@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptx.errors import OutputError, SpaceError
+from ckptx.errors import CkptxError, OutputError, SpaceError
 from ckptx.publishing.output_checks import free_space, refuse_existing
 from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
 from ckptx.storage.files import lock_file, write_error
@@ -46,10 +46,12 @@ class Staging:
         output, journal: Handles of the tree and the journal, for writing; available after `begin`.
         is_locked: False if the file system does not support locks: then another run can take over the directory, which
             this one detects before it publishes.
+        leftover: The staging directory if `discard` could not remove it; else None.
     """
 
     output: DirectoryHandle
     journal: DirectoryHandle
+    leftover: Path | None = None
 
     def __init__(
         self,
@@ -90,12 +92,11 @@ class Staging:
             self._sign()
             self._repair_interrupted_overwrite()
             refuse_existing(self.target, overwrite or resume)
-        except OSError as error:
-            self._close()
-            raise write_error(self.root, error) from error
-        except BaseException:  # close all descriptors, and raise it again
+        except BaseException as error:  # close all descriptors, and raise it again
             self._discard_if_unused()
             self._close()
+            if isinstance(error, OSError):
+                raise write_error(self.root, error) from error
             raise
 
     def _track(self, directory: DirectoryHandle) -> DirectoryHandle:
@@ -110,14 +111,17 @@ class Staging:
 
     def _acquire(self) -> None:
         """Open the staging directory, and lock it for this run."""
-        last_error = OutputError(
+        last_error: CkptxError = OutputError(
             f"{self.root}: was removed by another process {_MAX_CLAIM_ATTEMPTS} times; wait for it and run again"
         )
+        is_new = self._parent.stat(self.root.name) is None
         for _ in range(_MAX_CLAIM_ATTEMPTS):
             try:
                 root = self._parent.open_directory(self.root.name, create=True)
-            except OutputError as error:
+            except (OutputError, SpaceError) as error:
                 if self._parent.stat(self.root.name) is not None:
+                    if is_new:
+                        self._discard_unclaimed()
                     raise
                 last_error = error  # raised if the directory cannot be created at all
                 continue  # another run may have just removed it
@@ -133,10 +137,22 @@ class Staging:
                 if self._try_lock(root, lock):
                     return
             except BaseException:  # close all descriptors, and raise it again
+                if is_new:
+                    self._discard_unclaimed()
                 root.close()
                 raise
             root.close()
         raise last_error
+
+    def _discard_unclaimed(self) -> None:
+        """Remove a staging directory that this run created and could not claim, unless another run has claimed it."""
+        with suppress(OSError, CkptxError), self._parent.open_directory(self.root.name) as root:
+            if root.list_names() == ["lock"]:
+                with root.open_file("lock") as file:
+                    if lock_file(file.descriptor, file.path) is not True:
+                        return
+                    root.remove("lock")
+            os.rmdir(self.root.name, dir_fd=self._parent.descriptor)  # fails if another run has created its lock
 
     def _try_lock(self, root: DirectoryHandle, lock: int) -> bool:
         """Lock the directory; return False if another run removed it after it was opened."""
@@ -144,7 +160,7 @@ class Staging:
             is_free = lock_file(lock, self.root / "lock")
         except OutputError:  # locking is impossible, so no other run can have locked it either
             os.close(lock)
-            with suppress(OSError):
+            with suppress(OSError, CkptxError):
                 if root.list_names() == ["lock"]:
                     root.remove("lock")
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
@@ -154,8 +170,13 @@ class Staging:
             raise OutputError(
                 f"{self.target}: another ckptx is writing it (lock {self.root / 'lock'}); wait for it or stop it"
             )
-        status = root.stat("lock")
-        if status is None or not os.path.samestat(status, os.fstat(lock)):
+        try:
+            status = root.stat("lock")
+            is_current = status is not None and os.path.samestat(status, os.fstat(lock))
+        except BaseException:  # unlock it, and raise it again
+            os.close(lock)
+            raise
+        if not is_current:
             os.close(lock)
             return False
         self._root, self._lock, self.is_locked = self._track(root), lock, is_free is True
@@ -197,8 +218,9 @@ class Staging:
             self._root.remove(name)
 
     def _discard_if_unused(self) -> None:
-        if self._lock >= 0 and self._root.list_names() == ["lock"]:
-            self.discard()
+        with suppress(CkptxError):
+            if self._lock >= 0 and self._root.list_names() == ["lock"]:
+                self.discard()
 
     def __enter__(self) -> Staging:
         return self
@@ -234,16 +256,13 @@ class Staging:
             True if an interrupted run of the same plan is resumed.
         """
         is_resumed = resume and self._root.read("plan", len(plan) + 1) == plan
-        try:
-            if not is_resumed:
-                for name in ("plan", "tree", "journal"):
-                    self._remove_if_present(name)
-            self.output = self._track(self._root.open_directory("tree", create=True))
-            self.journal = self._track(self._root.open_directory("journal", create=True))
-            if not is_resumed:
-                self._root.write("plan", [plan])
-        except OSError as error:
-            raise write_error(self.root, error) from error
+        if not is_resumed:
+            for name in ("plan", "tree", "journal"):
+                self._remove_if_present(name)
+        self.output = self._track(self._root.open_directory("tree", create=True))
+        self.journal = self._track(self._root.open_directory("journal", create=True))
+        if not is_resumed:
+            self._root.write("plan", [plan])
         return is_resumed
 
     def require_space(self, nbytes: int) -> None:
@@ -275,9 +294,6 @@ class Staging:
                 self._replace_target()
             else:
                 self._rename(self._root, "tree", self._parent, self.target.name)
-            if not self._is_published():
-                self._undo_publish()
-            os.fsync(self._parent.descriptor)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise OutputError(
@@ -285,6 +301,15 @@ class Staging:
                     "another DST or run again"
                 ) from error
             raise write_error(self.target, error) from error
+        try:
+            if not self._is_published():
+                self._undo_publish()
+            os.fsync(self._parent.descriptor)
+        except OSError as error:
+            raise OutputError(
+                f"{self.target}: is complete, but its directory could not be synced to disk: {error.strerror}; check "
+                "that it still exists after a power failure"
+            ) from error
         self.discard()
 
     def verify_claim(self) -> None:
@@ -309,7 +334,11 @@ class Staging:
                 )
 
     def _is_published(self) -> bool:
-        """Return True if the target is the directory that was written."""
+        """Return True if the target is the directory that was written.
+
+        Raises:
+            OSError: It cannot be accessed.
+        """
         try:
             return os.path.samestat(os.lstat(self.target), os.fstat(self.output.descriptor))
         except FileNotFoundError:
@@ -317,7 +346,7 @@ class Staging:
 
     def _undo_publish(self) -> None:
         """Undo the rename and raise an error, because the target is not the directory that was written."""
-        with suppress(OSError):
+        with suppress(OSError, CkptxError):
             if self.output.is_entry_of(self._parent, self.target.name) and self._root.stat("tree") is None:
                 self._rename(self._parent, self.target.name, self._root, "tree")
         raise OutputError(
@@ -330,15 +359,15 @@ class Staging:
 
         Directories that replaced those of this run are kept, because another user may own them.
         """
-        if not self._is_claim_valid():
-            return
-        with suppress(OSError):
+        with suppress(OSError, CkptxError):
+            if not self._is_claim_valid():
+                return
             for handle, name in ((getattr(self, "output", None), "tree"), (getattr(self, "journal", None), "journal")):
                 if handle is None or handle.is_entry_of(self._root, name):
                     self._remove_if_present(name)
         # Errors are ignored: the next run may claim the directory once the lock is removed, and a failed run reports
         # its own error.
-        with suppress(OSError):
+        with suppress(OSError, CkptxError):
             self._remove_if_present("plan")
             if self._parent.stat(self._old_name) is None:
                 self._remove_if_present("aside")
@@ -348,6 +377,11 @@ class Staging:
                 self._remove_if_present("lock")
                 if self._root.is_entry_of(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
+
+        with suppress(CkptxError):
+            if self._parent.stat(self.root.name) is None:
+                return
+        self.leftover = self.root
 
     def _replace_target(self) -> None:
         """Exchange the tree and the target, and remove the old target unless files were added to it meanwhile."""
@@ -365,18 +399,21 @@ class Staging:
             except OSError:
                 self._rename(*old_entry, self._parent, self.target.name)
                 raise
-        added = sorted({name for name, _ in old_directory.walk()} - old_names)
-        if added or not old_directory.is_entry_of(*old_entry):
+        try:
+            added = sorted({name for name, _ in old_directory.walk()} - old_names)
+            if added or not old_directory.is_entry_of(*old_entry):
+                raise OutputError(
+                    f"{self.target}: {added[0] if added else 'it'} changed while it was being replaced; nothing was "
+                    "replaced, run again"
+                )
+        except BaseException:  # put the old directory back, and raise it again
             if is_swapped:
                 _exchange_names(self._root.descriptor, "tree", self._parent.descriptor, self.target.name)
             else:
                 self._rename(self._parent, self.target.name, self._root, "tree")
                 self._rename(*old_entry, self._parent, self.target.name)
-            raise OutputError(
-                f"{self.target}: {added[0] if added else 'it'} changed while it was being replaced; nothing was "
-                "replaced, run again"
-            )
-        with suppress(OSError):  # the new one is published; the next run removes the rest of the old one
+            raise
+        with suppress(CkptxError):  # the new one is published; the next run removes the rest of the old one
             old_entry[0].remove(old_entry[1])
 
     def _rename(self, source: DirectoryHandle, name: str, target: DirectoryHandle, new_name: str) -> None:

@@ -3,7 +3,8 @@
 A user with write access to the parent of an output could place a link where a file is about to be created, so that the
 output would overwrite the target of the link. So every name is resolved relative to the descriptor of its directory,
 one component at a time: a link, pipe or device in place of a directory or file is refused. If the directory is moved or
-replaced, the descriptor still refers to the original one, and `is_entry_of` detects it.
+replaced, the descriptor still refers to the original one, and `is_entry_of` detects it. A failed access raises an error
+of `ckptx.errors` with the path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptx.errors import CkptxError, InputError, OutputError
-from ckptx.storage.files import write_error
+from ckptx.storage.files import output_errors, write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault
@@ -148,7 +149,7 @@ class DirectoryHandle:
             descriptor = os.open(last, os.O_RDWR | _FILE_FLAGS, dir_fd=directory)
         except OSError as error:
             raise open_error(path, error) from error
-        status = os.fstat(descriptor)
+        status = self._status_or_close(descriptor, path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(descriptor)
             problem = "has another hard link" if stat.S_ISREG(status.st_mode) else "not a regular file"
@@ -219,10 +220,20 @@ class DirectoryHandle:
             raise
         except OSError as error:
             raise open_error(path, error) from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(self._status_or_close(descriptor, path).st_mode):
             os.close(descriptor)
             raise OutputError(f"{path}: not a regular file; ckptx did not write it, remove it and run again")
         return descriptor
+
+    @staticmethod
+    def _status_or_close(descriptor: int, path: Path) -> os.stat_result:
+        """Return the status of an open file; close it if that fails."""
+        try:
+            with output_errors(path):
+                return os.fstat(descriptor)
+        except CkptxError:
+            os.close(descriptor)
+            raise
 
     def read(self, name: str, limit: int = 1 << 20) -> bytes | None:
         """Return the first `limit` bytes of a file, or None if it does not exist."""
@@ -234,7 +245,8 @@ class DirectoryHandle:
 
     def device_and_inode(self, name: str) -> tuple[int, int]:
         """Return device and inode of a file that `create_tracked` created."""
-        status = os.fstat(self._tracked[name])
+        with output_errors(self.path / name):
+            status = os.fstat(self._tracked[name])
         return status.st_dev, status.st_ino
 
     def _open_subdirectory(self, parts: tuple[str, ...], *, create: bool = True) -> int:
@@ -256,12 +268,14 @@ class DirectoryHandle:
 
         On a network file system that owner may differ from the user of the process.
         """
-        owner = os.fstat(self.descriptor).st_uid
+        with output_errors(self.path):
+            owner = os.fstat(self.descriptor).st_uid
         if owner == os.geteuid():
             return True
         descriptor = self.create_descriptor(PROBE_NAME, keep=True)
         try:
-            return os.fstat(descriptor).st_uid == owner
+            with output_errors(self.path / PROBE_NAME):
+                return os.fstat(descriptor).st_uid == owner
         finally:
             os.close(descriptor)
             with suppress(OSError):
@@ -269,23 +283,27 @@ class DirectoryHandle:
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return the status of an entry of this directory without following links, or None if it does not exist."""
-        try:
-            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        with output_errors(self.path / name):
+            try:
+                return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
 
     def list_names(self) -> list[str]:
         """Return the names in this directory, sorted."""
-        return sorted(os.listdir(self.descriptor))
+        with output_errors(self.path):
+            return sorted(os.listdir(self.descriptor))
 
     def is_entry_of(self, parent: DirectoryHandle, name: str) -> bool:
         """Return True if `name` in `parent` is the same directory as this one."""
         status = parent.stat(name)
-        return status is not None and os.path.samestat(status, os.fstat(self.descriptor))
+        with output_errors(self.path):
+            return status is not None and os.path.samestat(status, os.fstat(self.descriptor))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """Iterate over everything in the tree but directories, by relative name; links are not followed."""
-        return _walk(self.descriptor, "")
+        with output_errors(self.path):
+            yield from _walk(self.descriptor, "")
 
     def allocated_bytes(self) -> int:
         """Return the disk space of the files in the tree, in bytes."""
@@ -295,19 +313,18 @@ class DirectoryHandle:
         """Remove a file, a link or a directory tree in this directory; targets of links are never removed.
 
         Raises:
-            OSError: An entry could not be removed.
+            OutputError: An entry could not be removed.
         """
-        _remove(name, self.descriptor)
+        with output_errors(self.path / name):
+            _remove(name, self.descriptor)
 
     def remove_others(self, kept_names: Collection[str]) -> None:
         """Remove every file in the tree whose name is not in `kept_names`."""
-        try:
-            for name, _ in list(self.walk()):
-                if name not in kept_names:
-                    *parents, last = split_name(name)
+        for name, _ in list(self.walk()):
+            if name not in kept_names:
+                *parents, last = split_name(name)
+                with output_errors(self.path / name):
                     os.unlink(last, dir_fd=self._open_subdirectory(tuple(parents)))
-        except OSError as error:
-            raise write_error(self.path, error) from error
 
     # ---------------------------------------------------------------------------------------------------- verification
 
@@ -346,9 +363,10 @@ class DirectoryHandle:
             directories.add(split_name(name)[:-1])
         if missing:
             raise self._changed_error(min(missing), "was removed")
-        for parts in directories:
-            os.fsync(self._open_subdirectory(parts, create=False))
-        os.fsync(self.descriptor)
+        with output_errors(self.path):
+            for parts in directories:
+                os.fsync(self._open_subdirectory(parts, create=False))
+            os.fsync(self.descriptor)
 
     def fsync_tracked(self) -> None:
         """Flush the files that this process wrote to disk."""
@@ -377,8 +395,10 @@ class DirectoryHandle:
                 status = os.stat(
                     last, dir_fd=self._open_subdirectory(tuple(parents), create=False), follow_symlinks=False
                 )
-            except OSError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise self._changed_error(name, "was removed") from None
+            except OSError as error:
+                raise open_error(self.path / name, error) from error
             if not stat.S_ISREG(status.st_mode):
                 raise self._changed_error(name, "was replaced")
             self._check_status(name, status, expected_file)

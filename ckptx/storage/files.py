@@ -11,11 +11,21 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar, cast
 
-from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, ReadError, SpaceError, StorageFailure
+from ckptx.errors import (
+    CkptxError,
+    EnvironmentProblem,
+    InputError,
+    OutputError,
+    OutputFailure,
+    ReadError,
+    SpaceError,
+    StorageFailure,
+)
 from ckptx.storage.interface import FileIdentity, Location
 
 # Errors of `stat` which mean that the name does not exist; a link to such a name is broken.
@@ -97,6 +107,16 @@ def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
         if error.errno in _MISSING_ERRNOS:
             return None
         raise read_error(path, error) from error
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return True for a regular file or a link to one, False for anything else and if nothing exists there.
+
+    Raises:
+        ReadError: It is not accessible.
+    """
+    state = state_of(path)
+    return state is not None and stat.S_ISREG(state.st_mode)
 
 
 def changed_error(path: Location) -> InputError:
@@ -381,6 +401,31 @@ def lock_file(descriptor: int, path: Path) -> bool | None:
 
 def write_error(path: Path, error: OSError) -> CkptxError:
     """Return the error for a failed write."""
+    return _output_error(path, error, "written")
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError of the context as the error for an output at `path` that cannot be accessed."""
+    try:
+        yield
+    except OSError as error:
+        raise _output_error(path, error, "accessed") from error
+
+
+@contextmanager
+def output_read_failures() -> Iterator[None]:
+    """Raise a StorageFailure of the context as OutputFailure: the files that are read are those of an output."""
+    try:
+        yield
+    except StorageFailure as error:
+        raise OutputFailure(str(error)) from error
+
+
+def _output_error(path: Path, error: OSError, verb: str) -> CkptxError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")
-    return OutputError(f"{path}: cannot be written: {error.strerror or error}")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return EnvironmentProblem(f"{path}: cannot be {verb}: {error.strerror}; raise the limit (ulimit -n)")
+    kind = OutputError if isinstance(error, PermissionError) else OutputFailure
+    return kind(f"{path}: cannot be {verb}: {error.strerror or error}")

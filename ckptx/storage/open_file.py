@@ -1,6 +1,7 @@
 """An open file on a local disk, with thread-safe reads and writes by position.
 
 Every byte of an output is written through it; `FilePool` reads sources. Another kind of storage would implement both.
+A failed access raises OutputError with the path, or SpaceError if the disk is full.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptx.storage.files import write_at
+from ckptx.storage.files import output_errors, write_at
 
 
 class OpenFile:
     """A file that is open by descriptor.
 
     Attributes:
+        descriptor: File descriptor.
         path: Path of the file, for messages.
     """
 
-    __slots__ = ("_descriptor", "path")
+    __slots__ = ("descriptor", "path")
 
     def __init__(self, descriptor: int, path: Path) -> None:
         """Store `descriptor`, which is closed either by `close` or by its opener."""
-        self._descriptor, self.path = descriptor, path
+        self.descriptor, self.path = descriptor, path
 
     def __enter__(self) -> OpenFile:
         return self
@@ -33,31 +35,36 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the descriptor."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     @property
     def size(self) -> int:
         """Current size in bytes."""
-        return os.fstat(self._descriptor).st_size
+        with output_errors(self.path):
+            return os.fstat(self.descriptor).st_size
 
     @property
     def device_and_inode(self) -> tuple[int, int]:
         """Device and inode."""
-        status = os.fstat(self._descriptor)
+        with output_errors(self.path):
+            status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino
 
     def truncate(self, nbytes: int) -> None:
         """Truncate the file to at most `nbytes` bytes."""
         if self.size > nbytes:
-            os.ftruncate(self._descriptor, nbytes)
+            with output_errors(self.path):
+                os.ftruncate(self.descriptor, nbytes)
 
     def read(self, nbytes: int, offset: int) -> bytes:
         """Return up to `nbytes` bytes from `offset`."""
-        return os.pread(self._descriptor, nbytes, offset)
+        with output_errors(self.path):
+            return os.pread(self.descriptor, nbytes, offset)
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view` from `offset`, and return the number of bytes read."""
-        return os.preadv(self._descriptor, [view], offset)
+        with output_errors(self.path):
+            return os.preadv(self.descriptor, [view], offset)
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at `offset`.
@@ -66,23 +73,20 @@ class OpenFile:
             SpaceError: The disk or the quota is full.
             OutputError: Any other failure.
         """
-        write_at(self._descriptor, data, offset, self.path)
+        write_at(self.descriptor, data, offset, self.path)
 
     def sync(self) -> None:
         """Flush the file to disk.
 
         Raises:
-            OSError: Flushing failed; written data may be lost.
+            OutputError, SpaceError: Flushing failed; written data may be lost.
         """
-        os.fsync(self._descriptor)
+        with output_errors(self.path):
+            os.fsync(self.descriptor)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Iterate over the contents of the file, `size` bytes at a time.
-
-        Raises:
-            OSError: It cannot be read; the caller translates the error.
-        """
+        """Iterate over the contents of the file, `size` bytes at a time."""
         offset = 0
-        while block := os.pread(self._descriptor, size, offset):
+        while block := self.read(size, offset):
             yield block
             offset += len(block)

@@ -42,6 +42,7 @@ class CopyResult:
         bytes_written: Number of bytes written; less than planned if the run was resumed.
         records_without_crc: Number of archive records of the source without a CRC-32, which could not be checked.
         was_locked: False if the file system of the output has no locks.
+        leftover: Path of the staging directory if it could not be removed; "" if it was.
         was_complete: True if nothing was copied because the files were already complete.
         overflows: Number of finite elements that a cast made infinite, by target name.
         underflows: Number of nonzero elements that a cast made zero, by target name.
@@ -54,6 +55,7 @@ class CopyResult:
     bytes_written: int = 0
     records_without_crc: int = 0
     was_locked: bool = True
+    leftover: str = ""
     was_complete: bool = False
     overflows: dict[str, int] = field(default_factory=dict)
     underflows: dict[str, int] = field(default_factory=dict)

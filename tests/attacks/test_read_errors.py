@@ -14,7 +14,7 @@ import pytest
 import ckptx
 from ckptx.errors import CkptxError, StorageFailure
 from tests.support.checkpoint_writers import LLAMA, llama, write_hf
-from tests.support.failing_reads import failing_reads
+from tests.support.failing_calls import failing_calls
 
 CONFIG = LLAMA | {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
 Command = Callable[[Path, Path], Any]
@@ -58,13 +58,13 @@ def contents(root: Path) -> dict[str, bytes]:
 def check(checkpoints: Path, name: str, tmp_path: Path, indices: Sequence[int] | None, number: int) -> None:
     """Fail the accesses with these indices (None: every access), one in each run."""
     source, command = COMMANDS[name]
-    with failing_reads(checkpoints / source) as reads:
+    with failing_calls(checkpoints / source) as reads:
         command(checkpoints, tmp_path / "out")
     expected, count = contents(tmp_path), len(reads.calls)
     for index in range(count) if indices is None else sorted({each % count for each in indices}):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         error = None
-        with failing_reads(checkpoints / source, index, number) as reads:
+        with failing_calls(checkpoints / source, index, number) as reads:
             try:
                 command(checkpoints, tmp_path / "out")
             except CkptxError as raised:

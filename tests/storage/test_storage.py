@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptx.errors import CkptxError, InputError, OutputError, SpaceError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, OutputError, OutputFailure, SpaceError
 from ckptx.storage import files as storage
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import FilePool, read_error, resolve_inside, write_at, write_error
@@ -109,9 +109,11 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (errno.ENOSPC, SpaceError),
         (errno.EDQUOT, SpaceError),
-        (errno.EIO, OutputError),
-        (errno.EROFS, OutputError),
-        (errno.EFBIG, OutputError),
+        (errno.EIO, OutputFailure),
+        (errno.EROFS, OutputFailure),
+        (errno.EFBIG, OutputFailure),
+        (errno.EACCES, OutputError),
+        (errno.EMFILE, EnvironmentProblem),
     ],
 )
 def test_failed_writes_by_cause(number: int, kind: type[CkptxError]) -> None:

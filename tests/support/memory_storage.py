@@ -452,6 +452,8 @@ def tree_of(place: Path | MemoryPath) -> MemoryTree | DirectoryHandle:
 class MemoryPublisher:
     """A claim on a target in memory: an object that only one run can create. Outputs are staged next to the target."""
 
+    leftover = None
+
     def __init__(
         self, target: MemoryPath, *, overwrite: bool, resume: bool, check_replaceable: Callable[[MemoryPath], None]
     ) -> None:

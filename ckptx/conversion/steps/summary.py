@@ -160,6 +160,8 @@ def _byte_counts(
     except ReadError as error:
         log.note(f"{error}; {dst} is complete")
         manifest = manifest_size(job)
+    if outcome is not None and outcome.leftover:
+        log.note(f"{outcome.leftover}: could not be removed; {dst} is complete, remove that directory")
     if outcome is None or outcome.was_complete:
         log.note(f"{dst} is already complete; nothing to resume")
         return 0, 0, conversion.nbytes + manifest

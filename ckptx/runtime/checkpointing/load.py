@@ -37,6 +37,7 @@ from ckptx.runtime.checkpointing.reading import OpenCheckpoint, RegionReader, op
 from ckptx.runtime.model.layers import canonical_name, has_stubs
 from ckptx.runtime.parallel.shards import LocalShard, find_local_shards
 from ckptx.runtime.torch_private import local_tensor
+from ckptx.storage.files import is_regular_file
 
 FindLocalRegions = Callable[[str], "Sequence[Region] | None"]
 
@@ -150,9 +151,9 @@ def find_unread(
 
 def _fallback_config(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
     """Return the model's own config for a checkpoint without one; None if it has one."""
-    directory = root if root.is_dir() else root.parent
+    directory = root.parent if is_regular_file(root) else root
     model_config = getattr(model, "config", None)
-    return None if model_config is None or (directory / "config.json").is_file() else model_config.to_dict()
+    return None if model_config is None or is_regular_file(directory / "config.json") else model_config.to_dict()
 
 
 # ------------------------------------------------------------------------------------------ what to read

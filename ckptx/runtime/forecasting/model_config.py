@@ -14,6 +14,7 @@ from ckptx.formats.hf.hub import CONFIG_FILES, resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.training.recipe import ModelBlock
 from ckptx.runtime.training.source import merge_config
+from ckptx.storage.files import is_regular_file
 
 _CONFIG_NAME = "config.json"
 
@@ -42,7 +43,7 @@ def find_model_config(
         UsageError: The path is a file of another type.
     """
     path = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
-    if path.is_file():
+    if is_regular_file(path):
         if path.name == _CONFIG_NAME:
             return path.parent
         if path.suffix != ".json" or directory is None or not read_json(path).keys() & {"model_type", "architectures"}:
@@ -51,7 +52,7 @@ def find_model_config(
         for code in filter(Path.is_file, path.parent.glob("*.py")):
             shutil.copyfile(code, directory / code.name)
         return directory
-    if not (path / _CONFIG_NAME).is_file():
+    if not is_regular_file(path / _CONFIG_NAME):
         raise InputError(f"{path}: has no config.json; pass the directory that has it")
     return path
 

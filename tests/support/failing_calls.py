@@ -1,11 +1,15 @@
-"""Make the k-th access to files below a directory fail, as a disk or a network file system does."""
+"""Make the k-th access to files below a directory fail, as a disk or a network file system does.
+
+Reads and writes are failed separately: an output is written, and read again to check it.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +18,11 @@ import pytest
 
 # Functions of `os` through which sources are read, all with a path or a descriptor as first argument.
 READS = ("open", "stat", "lstat", "fstat", "read", "pread", "preadv", "scandir", "listdir")
+# Further functions through which an output is written. Both arguments of `rename` and `replace` are paths.
+WRITES = (*READS, "mkdir", "pwrite", "write", "ftruncate", "fsync", "rename", "replace", "unlink", "rmdir", "statvfs")
 
 
-class FailingReads:
+class FailingCalls:
     """Counts accesses below `root`, and fails one of them.
 
     Attributes:
@@ -40,7 +46,7 @@ class FailingReads:
         """Return `function` with its accesses counted."""
 
         def call(target: Any, *args: Any, **options: Any) -> Any:
-            path = self._path_of(target, options.get("dir_fd"))
+            path = self._path_of(target, options.get("dir_fd", options.get("src_dir_fd")))
             if path == self._root or path.startswith(self._root + "/"):
                 with self._lock:
                     self.calls.append((name, path))
@@ -64,10 +70,14 @@ class FailingReads:
 
 
 @contextmanager
-def failing_reads(root: Path, position: int | None = None, number: int = errno.EIO) -> Iterator[FailingReads]:
-    """Patch `os` within the context; see `FailingReads`."""
-    reads = FailingReads(root, position, number)
+def failing_calls(
+    root: Path, position: int | None = None, number: int = errno.EIO, names: Sequence[str] = READS
+) -> Iterator[FailingCalls]:
+    """Patch functions of `os` and, for writes, `fcntl.flock` within the context; see `FailingCalls`."""
+    calls = FailingCalls(root, position, number)
     with pytest.MonkeyPatch.context() as patch:
-        for name in READS:
-            patch.setattr(os, name, reads.wrapped(name, cast("Callable[..., Any]", getattr(os, name))))
-        yield reads
+        for name in names:
+            patch.setattr(os, name, calls.wrapped(name, cast("Callable[..., Any]", getattr(os, name))))
+        if "fsync" in names:
+            patch.setattr(fcntl, "flock", calls.wrapped("flock", fcntl.flock))
+        yield calls
