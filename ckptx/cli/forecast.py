@@ -53,12 +53,12 @@ def command(call: CommandCall) -> int:
     return output.run(call.name, work, text, verdict)
 
 
-def _pages(subject: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:
+def _pages(model: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:
     """Return the files to write with the report: path -> function that makes the content."""
 
     def page(report: Report) -> str:
         from ckptx.report.forecast_html import forecast_page
 
-        return forecast_page(report, subject)
+        return forecast_page(report, model)
 
     return {} if html is None else {str(html): page}
