@@ -59,7 +59,7 @@ def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) ->
 
 
 def _forecast_peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
-    """Return the peak in bytes, the maximum over ranks, and a larger mesh that fits with its peak; None if not needed."""
+    """Return the peak in bytes, and a larger mesh that fits with its peak; None if the step fits or no mesh does."""
     from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
     from ckptx.runtime.forecasting.ranks import count_stages, forecast_ranks
     from ckptx.runtime.forecasting.task import task_from_options
