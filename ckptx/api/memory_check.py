@@ -35,7 +35,7 @@ def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu
     source = next((each for each in sources if (each / "config.json").is_file()), sources[-1])
     step = ForecastOptions(
         source,
-        **options.shared_with(ForecastOptions),
+        **options.values_shared_with(ForecastOptions),
         dtype=options.compute_dtype,
         seq=_SEQUENCE_LENGTH,
         optimizer="none",

@@ -227,7 +227,7 @@ def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
         if value is None or value == ():
             continue
         if set_values.setdefault(name, value) != value:
-            flag = next(settings_of(table)[name].flag for table in entry.options if name in settings_of(table))
+            flag = next(settings_of(table)[name].flag for table in entry.option_tables if name in settings_of(table))
             raise click.UsageError(f"{flag} is given as both {set_values[name]} and {value}; leave out one of them")
     origins: list[str] = []
     if _has_default_sources():
@@ -236,12 +236,12 @@ def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
         defaults = applicable_defaults(command_name, {**global_values, **set_values})
         set_values |= {name: each.value for name, each in defaults.items()}
         origins = [f"{each.setting.flag} ({each.origin})" for each in defaults.values()]
-    output_names, global_names = settings_of(entry.outputs), settings_of(GlobalOptions)
+    output_names, global_names = settings_of(entry.output_table), settings_of(GlobalOptions)
     global_values |= {name: value for name, value in set_values.items() if name in global_names}
     return CommandCall(
         command_name,
         {name: value for name, value in set_values.items() if name not in output_names and name not in global_names},
-        entry.outputs(**{name: value for name, value in set_values.items() if name in output_names}),
+        entry.output_table(**{name: value for name, value in set_values.items() if name in output_names}),
         origins,
     )
 

@@ -154,7 +154,7 @@ class Output:
         """Print a part of a report that is not complete yet.
 
         Returns:
-            True if it was printed; False with --quiet and --json.
+            True if it was printed; False with --quiet or --json, which print nothing.
         """
         if self.quiet or self.as_json:
             return False
@@ -228,7 +228,7 @@ def _makes_checkpoint(command: str) -> bool:
     """Return True if a command writes a checkpoint."""
     from ckptx.options.commands import commands_by_name
 
-    return commands_by_name()[command].is_converting
+    return commands_by_name()[command].writes_checkpoint
 
 
 def _print_traceback(error: BaseException) -> None:
