@@ -1,4 +1,4 @@
-"""Phrases of robustness reports, shared by its text, page and JUnit XML."""
+"""Phrases of robustness reports, shared by their text, page and JUnit XML."""
 
 from __future__ import annotations
 
