@@ -143,7 +143,7 @@ class PhaseItem(pytest.Item):
             raise PhaseFailure(phase_text(printable, printable.phases[list(report.phases).index(dict(phase))]))
 
     def _check_whole(self, report: RobustnessReport) -> None:
-        from ckptx.report.robustness_text import verdict
+        from ckptx.report.robustness_phrases import verdict
         from ckptx.untrusted.printable import one_line
 
         for phase in report.phases:

@@ -32,7 +32,7 @@ def options_of(command: Command) -> list[tuple[Setting, Option]]:
 
 def arguments_of(command: Command) -> dict[str, str]:
     """Return the help of the positional arguments of a command by placeholder."""
-    annotations = [each.annotation for table in command.options for each in settings_of(table).values()]
+    annotations = [each.annotation for table in command.option_tables for each in settings_of(table).values()]
     return {each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar}
 
 

@@ -1,4 +1,4 @@
-"""`convert to-dcp` and `convert to-hf`: the same steps with another output; see pipeline.py."""
+"""`convert to-dcp` and `convert to-hf`: the same steps with different outputs; see conversion/run_conversion.py."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    with open_source(options.src, options.dst, options) as ready:
-        log(ready)
-        traits = ready.source.traits
+    with open_source(options.src, options.dst, options) as checkpoint:
+        log(checkpoint)
+        traits = checkpoint.source.traits
         options.check_source(traits)
         output: OutputFormat
-        need: ConfigNeed
+        config_need: ConfigNeed
         if isinstance(options, ToHfOptions):
-            output, need = HuggingFaceFormat(options), "unless recorded"
+            output, config_need = HuggingFaceFormat(options), "unless recorded"
         else:
             options.check_prefix(traits)
-            # A trainer's files may hold state that is sharded as its parameters are, and belong to ranks as they do.
+            # A training checkpoint may hold state that is sharded and assigned to ranks like its parameters.
             is_sharded = options.dims.world_size > 1 or traits.is_training_format
             output = DcpFormat(options, options if is_sharded else None)
-            need = "config" if traits.is_training_format else "none"
-        return stopwatch.stop(run_conversion(f"convert {options.direction}", ready, output, need, log))
+            config_need = "config" if traits.is_training_format else "none"
+        return stopwatch.stop(run_conversion(f"convert {options.direction}", checkpoint, output, config_need, log))

@@ -1,6 +1,6 @@
 """`forecast`: memory of a training step on each rank, from config.json alone.
 
-Nothing here imports torch before the options have been checked.
+This module imports torch only when the options have been checked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory,
         errors_naming(source, Path(directory)),
     ):
-        task = _task(options, Path(directory), log)
+        task = _make_task(options, Path(directory), log)
         report = (
             _search_report(options, task, Path(directory))
             if isinstance(options, SearchOptions)
@@ -56,8 +56,17 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
-def _task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> ForecastTask:
-    """Return the training step that a recipe or the options describe."""
+def _make_task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> ForecastTask:
+    """Return the training step that a recipe or the options describe.
+
+    Args:
+        options: Options of the command.
+        directory: Temporary directory for a config.json that is copied from another file, or made from a recipe.
+        log: Log for the notes of the recipe.
+
+    Raises:
+        UsageError: The recipe trains with its own command.
+    """
     from ckptx.runtime.forecasting.model_config import find_model_config, write_recipe_config
     from ckptx.runtime.forecasting.ranks import count_stages
     from ckptx.runtime.forecasting.task import task_from_options, task_from_recipe
@@ -85,13 +94,13 @@ def _forecast_report(options: ForecastOptions, task: ForecastTask) -> ForecastRe
     from ckptx.runtime.forecasting.reporting import build_report
     from ckptx.runtime.forecasting.task import with_other_precision
 
-    other = None
+    other_forecast = None
     if options.recipe is None and options.dtype == "auto" and options.param_dtype is None:
-        # Nobody chose a precision, and the two usual ones differ most in memory. The forecast of `task` has validated
-        # the extrapolation over layers, which is the same in any precision.
+        # The user chose no precision, so the report also has the peak in the other usual one. The forecast of `task`
+        # validates the extrapolation over layers, which is the same in any precision.
         other_task = with_other_precision(task)
-        other = other_task, forecast_ranks(other_task, peak_ranks_only=True, validate_extrapolation=False)
-    return build_report(task, forecast_ranks(task), options.gpu_bytes, other)
+        other_forecast = other_task, forecast_ranks(other_task, peak_ranks_only=True, validate_extrapolation=False)
+    return build_report(task, forecast_ranks(task), options.gpu_bytes, other_forecast)
 
 
 def _search_report(options: SearchOptions, task: ForecastTask, directory: Path) -> SearchReport:

@@ -73,7 +73,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         unknown_tensors=list(view.unknown),
         config_check=match_config_with_notes(view, log.notes),
         groups=_group_rows(view),
-        selected_tensors=[_describe(catalog, name) for name in names] if is_listed else None,
+        selected_tensors=[_tensor_row(catalog, name) for name in names] if is_listed else None,
     )
     if ranks or html is not None:
         report = _with_layout(report, view, names, ranks, html, log)
@@ -82,24 +82,24 @@ def inspect(options: InspectOptions) -> InspectionReport:
 
 def _group_rows(view: ModelView) -> list[dict[str, Any]]:
     """Count tensors and bytes by the first three components of their name patterns."""
-    sizes: dict[str, list[int]] = {}
-    seen: set[object] = set()
+    sizes_by_pattern: dict[str, list[int]] = {}
+    seen_locations: set[object] = set()
     for name, entry in view.tensors.items():
         pattern, nbytes = pattern_of(name), entry.nbytes
-        tensor_sizes = sizes.get(pattern)
+        tensor_sizes = sizes_by_pattern.get(pattern)
         if tensor_sizes is None:
-            tensor_sizes = sizes[pattern] = []
+            tensor_sizes = sizes_by_pattern[pattern] = []
         location = entry.position if nbytes else name
-        if location in seen:
+        if location in seen_locations:
             nbytes = 0  # a name that shares the bytes of another adds none
-        seen.add(location)
+        seen_locations.add(location)
         tensor_sizes.append(nbytes)
     groups: dict[str, dict[str, Any]] = {}
-    for pattern, each in sizes.items():
+    for pattern, sizes in sizes_by_pattern.items():
         name = ".".join(pattern.split(".")[:3])
         group = groups.setdefault(name, {"pattern": name, "tensors": 0, "bytes": 0})
-        group["tensors"] += len(each)
-        group["bytes"] += sum(each)
+        group["tensors"] += len(sizes)
+        group["bytes"] += sum(sizes)
     return list(groups.values())
 
 
@@ -123,11 +123,11 @@ def _with_layout(
     manifest_notes: list[str] = []
     manifest = read_valid_manifest(catalog, manifest_notes)
     log.note(*manifest_notes)
-    dims, doubt = recorded_mesh(None if manifest is None else manifest.layout, catalog.files)
-    if doubt is not None:
-        log.note(doubt)
-    view_names = {entry.name: name for name, entry in view.tensors.items()}
-    layout = layout_by_rank(catalog, {name: view_names.get(name, name) for name in names}, dims)
+    dims, mesh_note = recorded_mesh(None if manifest is None else manifest.layout, catalog.files)
+    if mesh_note is not None:
+        log.note(mesh_note)
+    model_names = {entry.name: name for name, entry in view.tensors.items()}
+    layout = layout_by_rank(catalog, {name: model_names.get(name, name) for name in names}, dims)
     if ranks:
         report = replace(report, by_rank=layout_report(layout), ranks=rank_rows(layout))
     if html is not None:
@@ -138,7 +138,8 @@ def _with_layout(
     return report
 
 
-def _describe(catalog: Catalog, name: str) -> dict[str, Any]:
+def _tensor_row(catalog: Catalog, name: str) -> dict[str, Any]:
+    """Return the entry of `selected_tensors` for a tensor."""
     entry = catalog.tensors[name]
     files = sorted({chunk.file for chunk in entry.chunks})
     return {
@@ -152,7 +153,7 @@ def _describe(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def _shared_names(aliases: dict[str, str]) -> list[list[str]]:
-    """Return the groups of names that point at the same bytes."""
+    """Return the groups of names that share bytes, given each alias and the name that it is an alias of."""
     groups: dict[str, list[str]] = {}
     for name, stored in aliases.items():
         groups.setdefault(stored, [stored]).append(name)

@@ -1,4 +1,4 @@
-"""Memory check before a run: its step is forecast in a child process and compared with the memory of a GPU."""
+"""Memory check before `verify --run`: forecast its step in a child process, and compare it with the GPU memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptx.report.report import human_bytes
 from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.storage.files import is_regular_file
 
-_SEQUENCE_LENGTH = 32  # tokens per sequence of the batches that models are compared on
+_SEQUENCE_LENGTH = 32  # tokens per sequence in the batches that `verify --run` uses
 
 
 def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
@@ -36,30 +36,31 @@ def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu
     source = next((each for each in sources if is_regular_file(each / "config.json")), sources[-1])
     step = ForecastOptions(
         source,
-        **options.shared_with(ForecastOptions),
+        **options.values_shared_with(ForecastOptions),
         dtype=options.compute_dtype,
         seq=_SEQUENCE_LENGTH,
         optimizer="none",
     )
-    peak, fitting = run_in_child(_peak, source, step, gpu_memory)
+    peak, larger_mesh = run_in_child(_forecast_peak, source, step, gpu_memory)
     if peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
             f"--gpu-memory: a run of {checkpoint} requires {human_bytes(peak)} of tensors and "
             f"{human_bytes(reserve_bytes(peak))} of reserve per GPU, and a GPU has {human_bytes(gpu_memory)}; "
-            f"{_advice(options.dims, fitting)}"
+            f"{_advice(options.dims, larger_mesh)}"
         )
     return int(peak)
 
 
-def _advice(dims: ParallelDims, fitting: tuple[ParallelDims, int] | None) -> str:
-    if fitting is None:
-        return "raising --tp or --dp-shard up to 64 times does not make it fit; use larger GPUs"
-    larger, peak = fitting
-    option = f"--tp {larger.tp}" if larger.tp > dims.tp else f"--dp-shard {larger.dp_shard}"
+def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) -> str:
+    if larger_mesh is None:
+        return "multiplying --tp or --dp-shard by up to 64 does not make it fit; use larger GPUs"
+    larger_dims, peak = larger_mesh
+    option = f"--tp {larger_dims.tp}" if larger_dims.tp > dims.tp else f"--dp-shard {larger_dims.dp_shard}"
     return f"use {option}, which lowers this to {human_bytes(peak)} of tensors"
 
 
-def _peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
+def _forecast_peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
+    """Return the peak in bytes, and a larger mesh that fits with its peak; None if the step fits or no mesh does."""
     from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
     from ckptx.runtime.forecasting.ranks import count_stages, forecast_ranks
     from ckptx.runtime.forecasting.task import task_from_options

@@ -1,4 +1,4 @@
-"""`reshard`: convert a checkpoint of any layout to another layout."""
+"""`reshard`: convert a checkpoint of any layout to the layout of a mesh."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def reshard(options: ReshardOptions) -> ConversionReport:
         CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    with open_source(options.src, options.dst, options) as ready:
-        log(ready)
-        traits = ready.source.traits
+    with open_source(options.src, options.dst, options) as checkpoint:
+        log(checkpoint)
+        traits = checkpoint.source.traits
         options.check_source(traits)
         output: OutputFormat = DcpFormat(options, options)
         if (options.to or traits.reshard_output) == "safetensors":
@@ -34,4 +34,4 @@ def reshard(options: ReshardOptions) -> ConversionReport:
             output = ShardedFormat(options)
         else:
             options.check_prefix(traits)
-        return stopwatch.stop(run_conversion("reshard", ready, output, "config", log))
+        return stopwatch.stop(run_conversion("reshard", checkpoint, output, "config", log))

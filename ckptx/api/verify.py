@@ -1,4 +1,4 @@
-"""`verify`: comparison of two checkpoints, by their bytes or by what their models compute."""
+"""`verify`: comparison of two checkpoints, by their bytes or by the outputs of their models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify --run`: start of the ranks.
+"""`verify --run`: start the ranks and merge their report.
 
 Under torchrun this process is one of the ranks. Otherwise it is the only rank, or it starts as many as the mesh needs,
 passes them its options as one document, and reads the report of rank 0.
@@ -25,7 +25,7 @@ from ckptx.report.report import Log, Stopwatch
 
 
 def verify_models(options: CompareRunOptions) -> RunReport:
-    """Build both models, load the checkpoint on a mesh, and compare what they compute.
+    """Build both models, load the checkpoint on a mesh, and compare logits, loss and gradients.
 
     Raises:
         CkptxError: See `ckptx.verify`.
@@ -55,7 +55,7 @@ def verify_models(options: CompareRunOptions) -> RunReport:
 
 
 def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
-    """Return the report of rank 0 with the time of this process and the memory of the largest rank.
+    """Return the report of rank 0, with the wall time of this process and the peak memory of the largest rank.
 
     Raises:
         PeerFailure: Rank 0 reports an error.
@@ -63,8 +63,8 @@ def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopw
     log.note(*document["notes"])
     if document["error"] is not None:
         raise PeerFailure(document["error"], document["exit"], is_reported=False)
-    known = {each.name for each in fields(RunReport)}
-    report = RunReport(**{name: value for name, value in document.items() if name in known})
+    field_names = {each.name for each in fields(RunReport)}
+    report = RunReport(**{name: value for name, value in document.items() if name in field_names})
     peak_of_rank_0 = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
-    largest = peak_of_processes([report.peak_rss], are_ranks=True)
-    return stopwatch.stop(replace(report, peak_rss_rank_0=peak_of_rank_0, **largest))
+    peak_fields = peak_of_processes([report.peak_rss], are_ranks=True)
+    return stopwatch.stop(replace(report, peak_rss_rank_0=peak_of_rank_0, **peak_fields))

@@ -21,8 +21,8 @@ from ckptx.options.help import make_help, section_titles
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
-# `--max_memory` means `--max-memory`, as with torchrun.
-SETTINGS = {
+# Settings of every click context. `--max_memory` means `--max-memory`, as with torchrun.
+CONTEXT_SETTINGS = {
     "token_normalize_func": lambda name: name.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
@@ -35,15 +35,15 @@ else:
     _StringChoice = click.Choice
 
 
-class ChoiceParam(_StringChoice):
-    """Choice for help and completion; any value is accepted."""
+class ChoiceType(_StringChoice):
+    """Choice for help and completion; any value is accepted, as the table of options checks it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
 
 
-class Number(click.IntRange):
-    """Integer; the table of options checks its range, which this type has for completion."""
+class IntegerType(click.IntRange):
+    """Integer; the table of options checks its range, and help does not show it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -54,11 +54,11 @@ class Number(click.IntRange):
             raise click.UsageError(f'{flag}: "{value:.80}" must be an integer', ctx) from None
 
     def _describe_range(self) -> str:
-        return ""  # the maximum is a guard against absurd values
+        return ""  # most maxima only reject absurd values
 
 
-class TextWithKeywords(click.types.StringParamType):
-    """String of which some values are keywords, for completion."""
+class KeywordType(click.types.StringParamType):
+    """String; completion offers the keywords among its values."""
 
     def __init__(self, keywords: Sequence[str]) -> None:
         self.keywords = keywords
@@ -77,10 +77,10 @@ class _SectionedHelp(click.Command):
         """Make the parameters.
 
         Args:
-            args: Arguments of click.
+            args: Positional arguments of `click.Command`.
             tables: Tables of options.
             examples: Calls that run as written.
-            kwargs: Arguments of click.
+            kwargs: Keyword arguments of `click.Command`.
         """
         super().__init__(*args, **{**kwargs, "params": [*kwargs.get("params", ()), *make_params(tables)]})
         self.tables, self.examples = tables, examples
@@ -92,7 +92,7 @@ class _SectionedHelp(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
-                entry = entries.get(str(param.name).partition(_SHORTHAND)[0])  # None for --help and --version
+                entry = entries.get(str(param.name).partition(_SUFFIX_MARK)[0])  # None for --help and --version
                 # click puts a default that is a string into parentheses
                 text = re.sub(r"\[default: \((.*)\)\]$", r"[default: \1]", record[1])
                 rows[GLOBAL if entry is None else entry.section].append((record[0], text))
@@ -113,15 +113,15 @@ class _SectionedHelp(click.Command):
 
 
 def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]]) -> None:
-    """Write flags and texts; no line break splits the name of an option or a short default."""
-    protected = []
+    """Write flags and help texts; no line break splits a flag or a short default."""
+    unbreakable_rows = []
     for flags, text in rows:
-        text = re.sub(r"--[a-z-]+", lambda found: found[0].replace("-", _HYPHEN), text)
-        text = re.sub(r"\[default: .{,28}\]$", lambda found: found[0].replace(" ", _SPACE), text)
-        protected.append((flags, text))
-    before = len(formatter.buffer)
-    formatter.write_dl(protected)
-    formatter.buffer[before:] = [each.replace(_HYPHEN, "-").replace(_SPACE, " ") for each in formatter.buffer[before:]]
+        text = re.sub(r"--[a-z-]+", lambda match: match[0].replace("-", _HYPHEN), text)
+        text = re.sub(r"\[default: .{,28}\]$", lambda match: match[0].replace(" ", _SPACE), text)
+        unbreakable_rows.append((flags, text))
+    start = len(formatter.buffer)
+    formatter.write_dl(unbreakable_rows)
+    formatter.buffer[start:] = [each.replace(_HYPHEN, "-").replace(_SPACE, " ") for each in formatter.buffer[start:]]
 
 
 class SectionedCommand(_SectionedHelp):
@@ -131,12 +131,12 @@ class SectionedCommand(_SectionedHelp):
 class SectionedGroup(_SectionedHelp, click.Group):
     """Group of commands with titled help sections."""
 
-    def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **settings: Any) -> None:
-        settings = {"context_settings": SETTINGS, "invoke_without_command": True, **settings}
-        super().__init__(*args, tables=[GlobalOptions], params=params or (), **settings)
+    def __init__(self, *args: Any, params: Sequence[click.Parameter] | None = None, **kwargs: Any) -> None:
+        kwargs = {"context_settings": CONTEXT_SETTINGS, "invoke_without_command": True, **kwargs}
+        super().__init__(*args, tables=[GlobalOptions], params=params or (), **kwargs)
 
     def require_command(self, ctx: click.Context, name: str) -> click.Command:
-        """Return a command.
+        """Return a command of this group by name or alias.
 
         Raises:
             UsageError: There is no command of this name.
@@ -146,7 +146,7 @@ class SectionedGroup(_SectionedHelp, click.Group):
             from difflib import get_close_matches  # takes longer to import than most commands take to start
 
             names, group = self.list_commands(ctx), name_of_call(ctx)
-            aliases = [words.split()[-1] for words in commands_by_name() if words.rpartition(" ")[0] == group]
+            aliases = [each.split()[-1] for each in commands_by_name() if each.rpartition(" ")[0] == group]
             matches = get_close_matches(name, [*names, *aliases], 1)
             advice = f"did you mean {matches[0]}?" if matches else f"the commands are {', '.join(names)}"
             raise click.UsageError(f"unknown command: {name}; {advice}", ctx)
@@ -169,8 +169,8 @@ class CommandCall(NamedTuple):
     Attributes:
         name: Name of the command in the call, which may be an alias such as "convert hf2dcp".
         values: Options and arguments of the Python function that are set, by name.
-        output: Options of the output.
-        defaults: Options that a file or the environment sets, as text for a note.
+        output: Table of the options for the output of the command.
+        defaults: Flag and origin of each default from a file or the environment, as text for a note.
     """
 
     name: str
@@ -195,10 +195,10 @@ def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[
             except CkptxError as error:
                 print_error(str(error), as_json=bool(values.get("as_json")), exit_code=error.exit_code)
                 return error.exit_code
-            code = function(call)
-            if code == UsageError.exit_code and call.defaults:
+            exit_code = function(call)
+            if exit_code == UsageError.exit_code and call.defaults:
                 click.echo(f"note: defaults in use: {', '.join(call.defaults)}", err=True)
-            return code
+            return exit_code
 
         return SectionedCommand(
             name.rpartition(" ")[2],
@@ -207,7 +207,7 @@ def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[
             examples=examples,
             help=function.__doc__,
             short_help=entry.summary,
-            context_settings=SETTINGS,
+            context_settings=CONTEXT_SETTINGS,
         )
 
     return decorate
@@ -223,11 +223,11 @@ def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
     command_name, global_values = name_of_call(context), context.find_root().ensure_object(dict)
     set_values: dict[str, Any] = {}
     for name, value in values.items():
-        name = name.partition(_SHORTHAND)[0]
+        name = name.partition(_SUFFIX_MARK)[0]
         if value is None or value == ():
             continue
         if set_values.setdefault(name, value) != value:
-            flag = next(settings_of(table)[name].flag for table in entry.options if name in settings_of(table))
+            flag = next(settings_of(table)[name].flag for table in entry.option_tables if name in settings_of(table))
             raise click.UsageError(f"{flag} is given as both {set_values[name]} and {value}; leave out one of them")
     origins: list[str] = []
     if _has_default_sources():
@@ -236,24 +236,24 @@ def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
         defaults = applicable_defaults(command_name, {**global_values, **set_values})
         set_values |= {name: each.value for name, each in defaults.items()}
         origins = [f"{each.setting.flag} ({each.origin})" for each in defaults.values()]
-    output_names, global_names = settings_of(entry.outputs), settings_of(GlobalOptions)
+    output_names, global_names = settings_of(entry.output_table), settings_of(GlobalOptions)
     global_values |= {name: value for name, value in set_values.items() if name in global_names}
     return CommandCall(
         command_name,
         {name: value for name, value in set_values.items() if name not in output_names and name not in global_names},
-        entry.outputs(**{name: value for name, value in set_values.items() if name in output_names}),
+        entry.output_table(**{name: value for name, value in set_values.items() if name in output_names}),
         origins,
     )
 
 
 def _has_default_sources() -> bool:
-    """Return True if a file or a variable may set defaults; most calls skip the module that reads them."""
+    """Return True if a file or an environment variable may set defaults; most calls need not import `defaults`."""
     has_file = any(os.path.lexists(name) for name in ("ckptx.toml", "pyproject.toml"))
     return has_file or any(name.startswith("CKPTX_") for name in os.environ)
 
 
 def name_of_call(context: click.Context) -> str:
-    """Return the name of a command, such as "convert to-dcp", without the name of the program."""
+    """Return the name of the called command, such as "convert to-dcp", without the name of the program."""
     words = []
     while context.parent is not None:
         words.append(context.info_name or "")
@@ -262,7 +262,7 @@ def name_of_call(context: click.Context) -> str:
 
 
 _HYPHEN, _SPACE = "\u2011", "\xa0"  # non-breaking characters, so that text is not wrapped there
-_SHORTHAND = "__"  # separates the name of an option from the value of a shorthand or from a former flag
+_SUFFIX_MARK = "__"  # separates the name of an option from the value of a shorthand, or from a former flag
 
 
 def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:
@@ -313,13 +313,13 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
     main_option = click.Option([*flags, setting.name], help=text, **kwargs)
     shorthands = [
         click.Option(
-            [flag, f"{setting.name}{_SHORTHAND}{value}"], flag_value=value, default=None, is_flag=True,
+            [flag, f"{setting.name}{_SUFFIX_MARK}{value}"], flag_value=value, default=None, is_flag=True,
             help=f"Same as {setting.flag} {value}.",
         )
         for flag, value in annotation.shorthands.items()
     ]  # fmt: skip
     aliases = [
-        click.Option([flag, f"{setting.name}{_SHORTHAND}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **kwargs)
+        click.Option([flag, f"{setting.name}{_SUFFIX_MARK}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **kwargs)
         for flag in annotation.aliases
     ]
     return [main_option, *shorthands, *aliases]
@@ -327,12 +327,12 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
 
 def _param_type(setting: Setting, option: Option) -> click.ParamType[Any]:
     if setting.choices:
-        return ChoiceParam(setting.main_choices)
+        return ChoiceType(setting.main_choices)
     if setting.is_path and not option.keywords:
         return click.Path()
     if setting.kind is int and not option.is_size:
-        return Number(option.minimum, option.maximum)
-    return TextWithKeywords(option.keywords)
+        return IntegerType(option.minimum, option.maximum)
+    return KeywordType(option.keywords)
 
 
 def _store_global(ctx: click.Context, param: click.Parameter, value: Any) -> Any:

@@ -12,7 +12,7 @@ from ckptx.options.commands import COMMANDS, Command
 
 
 class _ConvertGroup(SectionedGroup):
-    """Group of the conversions, each of which has an alias."""
+    """Group of the conversions, which are also found by their aliases."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -26,10 +26,10 @@ class _ConvertGroup(SectionedGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             rows = [(name, COMMANDS[f"convert {name}"]) for name in self.commands]
-            formatter.write_dl([(name, f"{each.summary}{_aliases(each)}") for name, each in rows])
+            formatter.write_dl([(name, f"{each.summary}{_alias_text(each)}") for name, each in rows])
 
 
-def _aliases(entry: Command) -> str:
+def _alias_text(entry: Command) -> str:
     return f" (alias: {', '.join(entry.aliases)})" if entry.aliases else ""
 
 

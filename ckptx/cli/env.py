@@ -15,7 +15,7 @@ from ckptx.report.report import Log
 from ckptx.version import __version__
 
 # Oldest and newest versions that the test suite runs with.
-_TESTED = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
+_TESTED_VERSIONS = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
 _OTHER_PACKAGES = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
 
 
@@ -32,8 +32,8 @@ def _make_report(log: Log) -> EnvironmentReport:
         python=platform.python_version(),
         platform=platform.platform(),
         cores=len(os.sched_getaffinity(0)),
-        packages={package: installed_version(package) for package in (*_TESTED, *_OTHER_PACKAGES)},
-        tested_with=_TESTED,
+        packages={package: installed_version(package) for package in (*_TESTED_VERSIONS, *_OTHER_PACKAGES)},
+        tested_with=_TESTED_VERSIONS,
         defaults=[
             {"option": each.setting.flag, "value": display_value(each), "origin": each.origin, "commands": commands}
             for each, commands in all_defaults()
@@ -43,9 +43,9 @@ def _make_report(log: Log) -> EnvironmentReport:
 
 def _text(report: EnvironmentReport) -> str:
     rows = [(name, str(getattr(report, name))) for name in ("ckptx", "python", "platform", "cores")]
-    for package, installed in report.packages.items():
-        tested = f" (tested with {_TESTED[package]})" if package in _TESTED else ""
-        rows.append((package, (installed or "not installed") + tested))
+    for package, package_version in report.packages.items():
+        suffix = f" (tested with {_TESTED_VERSIONS[package]})" if package in _TESTED_VERSIONS else ""
+        rows.append((package, (package_version or "not installed") + suffix))
     for row in report.defaults:
         commands = "every command" if len(row["commands"]) == len(COMMANDS) else ", ".join(row["commands"])
         rows.append((f"{row['option']}", f"{row['value']}  ({row['origin']}; for {commands})"))

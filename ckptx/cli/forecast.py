@@ -29,7 +29,7 @@ def command(call: CommandCall) -> int:
 
     html = call.output.html
 
-    def work(log: Log) -> ForecastReport | SearchReport:
+    def make_report(log: Log) -> ForecastReport | SearchReport:
         from ckptx.api.forecast import forecast
 
         if html is not None and call.values.get("search"):
@@ -39,26 +39,26 @@ def command(call: CommandCall) -> int:
         report: ForecastReport | SearchReport = forecast(**call.values, log=log)
         return report
 
-    gc.enable()  # models, unlike catalogs, are full of cycles
+    gc.enable()  # models, unlike catalogs, are full of reference cycles
     output = Output(call.output, _pages(str(call.values.get("model") or call.values.get("recipe") or ""), html))
 
-    def text(report: ForecastReport | SearchReport) -> str:
+    def format_report(report: ForecastReport | SearchReport) -> str:
         if isinstance(report, SearchReport):
             return search_text(report, output.red)
         return forecast_text(report, output.red)
 
-    def verdict(report: ForecastReport | SearchReport) -> str:
+    def format_verdict(report: ForecastReport | SearchReport) -> str:
         return search_verdict(report) if isinstance(report, SearchReport) else forecast_verdict(report)
 
-    return output.run(call.name, work, text, verdict)
+    return output.run(call.name, make_report, format_report, format_verdict)
 
 
-def _pages(subject: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:
+def _pages(model: str, html: str | Path | None) -> dict[str, Callable[[Report], str]]:
     """Return the files to write with the report: path -> function that makes the content."""
 
-    def page(report: Report) -> str:
+    def make_page(report: Report) -> str:
         from ckptx.report.forecast_html import forecast_page
 
-        return forecast_page(report, subject)
+        return forecast_page(report, model)
 
-    return {} if html is None else {str(html): page}
+    return {} if html is None else {str(html): make_page}

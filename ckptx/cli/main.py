@@ -19,7 +19,7 @@ from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
 
-# Modules with exit handlers that must run: they end processes, release devices and remove temporary directories.
+# Modules with exit handlers that must run, as they end processes, release devices and remove temporary directories.
 _MODULES_WITH_EXIT_HANDLERS = frozenset({"torch", "multiprocessing.forkserver"})
 
 
@@ -27,7 +27,7 @@ class _LazyGroup(SectionedGroup):
     """Group that imports `ckptx.cli.NAME` when its command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(dict.fromkeys(words.split()[0] for words in COMMANDS))
+        return list(dict.fromkeys(name.split()[0] for name in COMMANDS))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "help":
@@ -39,7 +39,7 @@ class _LazyGroup(SectionedGroup):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        summaries = {**{words: command.summary for words, command in COMMANDS.items()}, **GROUPS}
+        summaries = {**{name: command.summary for name, command in COMMANDS.items()}, **GROUPS}
         with formatter.section("Commands"):
             formatter.write_dl([(name, summaries[name]) for name in self.list_commands(ctx)])
 
@@ -76,14 +76,14 @@ def _help(words: Sequence[str]) -> None:
 def commands() -> dict[str, click.Command]:
     """Import and return every command by name: "reshard", "convert to-dcp", and the alias "convert hf2dcp"."""
     by_name: dict[str, click.Command] = {}
-    for words in commands_by_name():
+    for name in commands_by_name():
         command: click.Command = cli
-        for word in words.split():
+        for word in name.split():
             assert isinstance(command, click.Group)
             subcommand = command.get_command(click.Context(command), word)
             assert subcommand is not None
             command = subcommand
-        by_name[words] = command
+        by_name[name] = command
     return by_name
 
 
@@ -92,10 +92,10 @@ def _usage_message(error: click.UsageError) -> str:
     message = error.format_message().rstrip(".")
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
-        words = name_of_call(ctx)
-        command = commands_by_name().get(words)
+        name = name_of_call(ctx)
+        command = commands_by_name().get(name)
         tables = [GlobalOptions] if command is None else tables_of(command)
-        message = str(unknown_option_error(words or "ckptx", tables, error.option_name))
+        message = str(unknown_option_error(name or "ckptx", tables, error.option_name))
     if ctx is None:
         return message
     return f"{message}{' See' if message.endswith('?') else '; see'} `{ctx.command_path} --help`"
@@ -105,14 +105,14 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     """Run the command line and exit with the code that docs/troubleshooting.md promises.
 
     Args:
-        work: Function to run in place of the command line; returns the exit code.
+        work: Function to run instead of the command line; returns the exit code.
     """
     prepare_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # escape what the encoding lacks
+        if isinstance(stream, TextIOWrapper):  # escape characters that the encoding lacks
             stream.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that are not used
-    gc.disable()  # catalogs have many objects and no cycles; collecting takes a third of the start
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that ckptx does not use
+    gc.disable()  # catalogs have many objects and no reference cycles; collection takes a third of the startup time
     try:
         code = work()
     except click.exceptions.Exit as exit_request:

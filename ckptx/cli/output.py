@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Report)
 
 
 class Output:
-    """Output of one run, as the global options and the environment ask for it."""
+    """Output of one run, controlled by the global options and the environment."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Output:
         """
         context = click.get_current_context(silent=True)
         settings: dict[str, Any] = context.find_root().ensure_object(dict) if context is not None else {}
-        self._is_first = is_first_rank()
-        self.quiet = is_quiet or bool(settings.get("quiet")) or not self._is_first
+        self._is_first_rank = is_first_rank()
+        self.quiet = is_quiet or bool(settings.get("quiet")) or not self._is_first_rank
         self.as_json = output is not None and output.as_json
         self.report_file = (
             str(output.report_file) if isinstance(output, ReportOutput) and output.report_file is not None else None
@@ -62,8 +62,8 @@ class Output:
         self._page_makers = dict(pages or {})
         self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
-        hidden = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-        self._shows_progress = not (self.quiet or self.as_json or hidden)
+        hides_progress = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
+        self._shows_progress = not (self.quiet or self.as_json or hides_progress)
         self._bar: Any = None
         self._bar_start = 0.0
         self._last_line_time = time.monotonic()
@@ -71,59 +71,59 @@ class Output:
     def run(
         self,
         command: str,
-        work: Callable[[Log], R],
-        text: Callable[[R], str],
-        verdict: Callable[[R], str] | None = None,
+        make_report: Callable[[Log], R],
+        format_report: Callable[[R], str],
+        format_verdict: Callable[[R], str] | None = None,
     ) -> int:
         """Run a command, and print and write its report, even on failure.
 
         Args:
             command: Name of the command in the report.
-            work: Function that makes the report; it adds notes to the log.
-            text: Function that formats the report for a terminal.
-            verdict: Function that formats the report as one line for --quiet; None prints the text instead, and only
-                if the exit code is not 0.
+            make_report: Function that runs the command; it adds notes to the log and returns the report.
+            format_report: Function that formats the report for a terminal.
+            format_verdict: Function that formats the report as one line for --quiet. If None, --quiet prints what
+                `format_report` returns, and only if the exit code is not 0.
 
         Returns:
             The exit code.
         """
-        stopwatch, log, failure = Stopwatch(), Log(), ""
-        raised: BaseException | None = None
+        stopwatch, log, message = Stopwatch(), Log(), ""
+        exception: BaseException | None = None
         report: R | None = None
         try:
             if os.environ.get("WORLD_SIZE", "1") == "1":
-                for path in self._files():
+                for path in self._report_paths():
                     check_report_path(
                         path
                     )  # ranks of one run check this after the rendezvous, so that all of them fail
             with self._step_log():
-                report = work(log)
+                report = make_report(log)
         except CkptxError as error:
-            raised, failure = error, str(error)
+            exception, message = error, str(error)
             self._trace(error)
         except MemoryError as error:
             advice = "reduce --max-memory" if _makes_checkpoint(command) else "use a machine with more memory"
-            raised, failure = error, f"out of memory; {advice}"
+            exception, message = error, f"out of memory; {advice}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
             advice = (
                 "; nothing was published; run again with --resume to continue" if _makes_checkpoint(command) else ""
             )
-            raised, failure = error, f"interrupted{advice}"
+            exception, message = error, f"interrupted{advice}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
-            raised, failure = error, f"internal error: {type(error).__name__}: {error}; please report it"
+            exception, message = error, f"internal error: {type(error).__name__}: {error}; please report it"
             self._trace(error)
         self._close_bar()
         if report is not None:
-            code = self._deliver(stopwatch.stop(report), text, verdict)
+            code = self._deliver(stopwatch.stop(report), format_report, format_verdict)
         else:
-            assert raised is not None
-            code = self._fail(stopwatch, Report(command=command, notes=log.notes), failure, raised)
-        if isinstance(raised, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
-            _print_traceback(raised)
+            assert exception is not None
+            code = self._fail(stopwatch, Report(command=command, notes=log.notes), message, exception)
+        if isinstance(exception, KeyboardInterrupt | Terminated) and os.environ.get("CKPTX_DEBUG") == "1":
+            _print_traceback(exception)
         return code
 
-    def _deliver(self, report: R, text: Callable[[R], str], verdict: Callable[[R], str] | None) -> int:
+    def _deliver(self, report: R, format_report: Callable[[R], str], format_verdict: Callable[[R], str] | None) -> int:
         """Write and print a report; return the exit code."""
         code = self._write(report) or report.exit
         if self.as_json:
@@ -131,54 +131,55 @@ class Output:
         if not self.quiet:
             for note in report.notes:
                 click.echo(f"note: {one_line(note)}", err=True)
-        formatter = verdict if self.quiet and verdict is not None else text
-        if self._is_first and (not self.quiet or code or formatter is verdict):
+        formatter = format_verdict if self.quiet and format_verdict is not None else format_report
+        if self._is_first_rank and (not self.quiet or code or formatter is format_verdict):
             code = print_result(formatter(escape_strings(report)) + "\n") or code
         return code
 
-    def _fail(self, stopwatch: Stopwatch, report: Report, failure: str, raised: BaseException) -> int:
+    def _fail(self, stopwatch: Stopwatch, report: Report, message: str, exception: BaseException) -> int:
         """Write a report of the failure and print the error; return the exit code."""
-        code = EnvironmentProblem.exit_code if isinstance(raised, MemoryError) else exit_code_of(raised)
-        if isinstance(raised, ReportTargetError):
+        code = EnvironmentProblem.exit_code if isinstance(exception, MemoryError) else exit_code_of(exception)
+        if isinstance(exception, ReportTargetError):
             self.report_file = None
-        code = self._write(stopwatch.stop(replace(report, exit=code, error=failure))) or code
-        if self._is_first or not (isinstance(raised, PeerFailure) and raised.is_reported):
-            print_error(failure)
+        code = self._write(stopwatch.stop(replace(report, exit=code, error=message))) or code
+        if self._is_first_rank or not (isinstance(exception, PeerFailure) and exception.is_reported):
+            print_error(message)
         return code
 
     def red(self, text: str) -> str:
         """Return a string in red if stdout is a terminal and colors are allowed."""
         return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
 
-    def print_partial(self, report: R, text: Callable[[R], str]) -> bool:
+    def print_partial(self, report: R, format_report: Callable[[R], str]) -> bool:
         """Print a part of a report that is not complete yet.
 
         Returns:
-            True if it was printed; False with --quiet and --json.
+            True if it was printed; False with --quiet or --json, which print nothing.
         """
         if self.quiet or self.as_json:
             return False
-        print_result(text(escape_strings(report)) + "\n")
+        print_result(format_report(escape_strings(report)) + "\n")
         return True
 
-    def _files(self) -> list[str]:
+    def _report_paths(self) -> list[str]:
+        """Return the paths of the JSON report and of the other files."""
         return [*([] if self.report_file is None else [self.report_file]), *self._page_makers]
 
     def _write(self, report: Report) -> int:
         """Write the report and the other files; return 0, or the exit code of a failure."""
         code = 0
-        for path in self._files() if self._is_first else ():
+        for path in self._report_paths() if self._is_first_rank else ():
             try:
                 if path in self._page_makers:
                     write_text(path, self._page_makers[path](report))
                 else:
                     report.write(path)
             except (OutputError, UnsupportedError) as error:
-                if str(error) != report.error:  # not a second time
+                if str(error) != report.error:  # `_fail` prints the error of the report
                     print_error(f"{error}; the report was not written")
                 report = replace(report, exit=report.exit or error.exit_code)
                 code = report.exit
-        if self.as_json and self._is_first:
+        if self.as_json and self._is_first_rank:
             code = print_result(report.to_json()) or code
         return code
 
@@ -197,8 +198,8 @@ class Output:
         """Show the progress: a bar on a terminal, elsewhere a line every ten seconds.
 
         Args:
-            done: Bytes done.
-            total: Bytes in total.
+            done: Bytes of tensor data processed so far.
+            total: Bytes of tensor data to process.
         """
         if not self._shows_progress:
             return
@@ -208,7 +209,7 @@ class Output:
                 click.echo(f"{human_bytes(done)} of {human_bytes(total)}", err=True)
             return
         if self._bar is None:
-            from tqdm.auto import tqdm  # a widget in a notebook
+            from tqdm.auto import tqdm  # in a notebook it shows a widget
 
             self._bar = tqdm(total=total, bar_format=_BAR_FORMAT, leave=False, file=sys.stderr)
             self._bar_start = time.monotonic()
@@ -227,7 +228,7 @@ def _makes_checkpoint(command: str) -> bool:
     """Return True if a command writes a checkpoint."""
     from ckptx.options.commands import commands_by_name
 
-    return commands_by_name()[command].is_converting
+    return commands_by_name()[command].writes_checkpoint
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """Entry point of a rank that ckptx starts: `python -m ckptx.cli.rank OPTIONS REPORT`.
 
-OPTIONS is a JSON document, which already contains the defaults from files and the environment.
+OPTIONS is the path of a JSON document, which already contains the defaults from files and the environment. REPORT is
+the path that rank 0 writes its JSON report to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def run_rank() -> int:
     from ckptx.api.verify_run import verify_models
     from ckptx.report.verify_run import run_text, run_verdict
 
-    gc.enable()  # models are full of cycles
+    gc.enable()  # models are full of reference cycles
     options_path, report_file = sys.argv[1:]
     options = from_json(Path(options_path).read_text(encoding="utf-8"), CompareRunOptions)
     output = Output(ReportOutput(report_file=report_file), is_quiet=True)

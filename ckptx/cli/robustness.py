@@ -36,19 +36,19 @@ def command(call: CommandCall) -> int:
         )
     if "recipe" not in call.values:
         raise click.UsageError("Missing argument 'RECIPE'", click.get_current_context())
-    gc.enable()  # models, unlike catalogs, are full of cycles
+    gc.enable()  # models, unlike catalogs, are full of reference cycles
     output = Output(call.output, _pages(call.values["recipe"], call.output))
-    printed: int | None = None
+    num_printed: int | None = None
 
     def print_phase(report: RobustnessReport) -> None:
-        nonlocal printed
-        if output.print_partial(report, lambda shown: progress_text(shown, output.red, printed)):
-            printed = len(report.phases)
+        nonlocal num_printed
+        if output.print_partial(report, lambda partial: progress_text(partial, output.red, num_printed)):
+            num_printed = len(report.phases)
 
     return output.run(
         call.name,
         lambda log: robustness(**call.values, log=log, on_phase=print_phase),
-        lambda report: robustness_text(report, output.red, printed),
+        lambda report: robustness_text(report, output.red, num_printed),
         robustness_verdict,
     )
 
@@ -56,15 +56,15 @@ def command(call: CommandCall) -> int:
 def _pages(recipe: str, output: Any) -> dict[str, Callable[[Report], str]]:
     """Return the files to write with the report: path -> function that makes the content."""
 
-    def page(report: Report) -> str:
+    def make_page(report: Report) -> str:
         from ckptx.report.robustness_html import robustness_page
 
         return robustness_page(report, recipe)
 
-    def cases(report: Report) -> str:
+    def make_junit(report: Report) -> str:
         from ckptx.report.junit import junit_xml
 
         return junit_xml(report, recipe)
 
-    files = {output.html: page, output.junit: cases}
-    return {str(path): make for path, make in files.items() if path is not None}
+    files = {output.html: make_page, output.junit: make_junit}
+    return {str(path): make_content for path, make_content in files.items() if path is not None}

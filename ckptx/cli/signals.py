@@ -2,7 +2,8 @@
 
 Python runs a signal handler between two bytecode instructions. One long call (a read from a file system that hangs, a
 checksum of gigabytes) delays it for as long as the call takes. The byte that the signal writes to the wakeup pipe is
-not delayed, so a thread reads that pipe. It leaves the same files as `kill -9`: a staging directory for `--resume`.
+not delayed, so a thread reads that pipe and ends the process. This leaves the same files as `kill -9`: a staging
+directory for `--resume`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from types import FrameType
 
 from ckptx.errors import HungUp, Terminated
 
-HANDLER_SECONDS = 3.0  # time for the handler to run
-CLEANUP_SECONDS = 20.0  # time for the exception to end threads and close files
+HANDLER_SECONDS = 3.0  # from the signal to the start of its handler
+CLEANUP_SECONDS = 20.0  # from the start of the handler, for the exception to end threads and close files
 
 _is_handled = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The three standard streams: opened if the caller closed them, and written to."""
+"""Standard streams: open those that the caller closed, and print results and errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ckptx.untrusted.printable import one_line
 def prepare_streams() -> None:
     """Open the standard streams that are closed, and escape characters that the locale cannot encode.
 
-    With a closed stdout (`ckptx ... >&-`) the first file to be opened would get descriptor 1, and a summary would be
-    written into it, possibly into a file of weights. Output to a closed stream is discarded.
+    With a closed stdout (`ckptx ... >&-`) the first file to be opened would get descriptor 1, and the summary would be
+    written to that file, which may contain weights. Output to a closed stream is discarded.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -47,7 +47,7 @@ def print_result(text: str) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would flush stdout again at exit
         print_error(f"stdout: cannot be written: {error.strerror}")
         return OutputError.exit_code
     return 0
@@ -58,7 +58,7 @@ def print_error(message: str, *, as_json: bool = False, exit_code: int = UsageEr
 
     Args:
         message: Error message.
-        as_json: True also prints a JSON report to stdout, for an error in the call itself.
+        as_json: True also prints a JSON report to stdout, for an error in the arguments of the command.
         exit_code: Exit code in the report.
     """
     if as_json:

@@ -25,7 +25,7 @@ def command(call: CommandCall) -> int:
 
     output = Output(call.output)
     if call.values.get("run"):
-        gc.enable()  # models, unlike catalogs, are full of cycles
+        gc.enable()  # models, unlike catalogs, are full of reference cycles
         from ckptx.report.verify_run import run_text, run_verdict
 
         return output.run(call.name, lambda log: verify(**call.values, log=log), run_text, run_verdict)

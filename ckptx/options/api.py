@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # not imported by a command that starts
     S = TypeVar("S", covariant=True)
 
     class TwoTableFunction(Protocol[P, R, Q, S]):
-        """A function with two tables; each has its own arguments and its own result."""
+        """A function with two tables of options; each table has its own arguments and result."""
 
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # not imported by a command that starts
 
 
 def api(table: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Decorate a function of a table of options, so that it takes the options as keyword arguments."""
+    """Decorate a function that takes a table of options, so that it takes the options as keyword arguments instead."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
         return cast("Callable[P, R]", _make_function(function, [cast("type[Options]", table)], ""))
@@ -55,7 +55,7 @@ def two_table_api(
     *,
     selector: str,
 ) -> Callable[[Callable[[Any], Any]], TwoTableFunction[P, R, Q, S]]:
-    """Decorate a function of two tables of options, so that it takes the options of both as keyword arguments.
+    """Decorate a function that takes either of two tables, so that it takes their options as keyword arguments instead.
 
     Args:
         first: First table.
@@ -99,7 +99,7 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
 
 
 def _resolve_aliases(tables: Sequence[type[Options]], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments under the names of their fields; `allow_misfit` is `allow_config_mismatch`.
+    """Return arguments by the names of their fields: the alias `allow_misfit` becomes `allow_config_mismatch`.
 
     Raises:
         UsageError: An argument is given under two names.
@@ -137,7 +137,7 @@ def _make_function(
             merged[name] = (
                 preferred if previous.type == setting.type else preferred._replace(type=previous.type | setting.type)
             )
-    merged = dict(sorted(merged.items(), key=lambda each: _parameter_rank(each[1])))
+    merged = dict(sorted(merged.items(), key=lambda each: _parameter_order(each[1])))
     required = {name: each for name, each in merged.items() if isinstance(each.annotation, Argument)}
 
     @wraps(function)
@@ -149,8 +149,8 @@ def _make_function(
     return call
 
 
-def _parameter_rank(setting: Setting) -> int:
-    """Return the rank of a parameter in a signature: arguments, options in the order of the sections, hooks."""
+def _parameter_order(setting: Setting) -> int:
+    """Return a sort key for a signature: arguments first, then options in the order of the sections, then hooks."""
     if setting.option is None:
         return len(SECTIONS) if isinstance(setting.annotation, Hook) else -1
     return SECTIONS.index(setting.option.section)
@@ -170,19 +170,19 @@ def _with_argument_help(doc: str, settings: Mapping[str, Setting], texts: Mappin
     """Insert an Args section before the Returns and Raises sections of a docstring."""
     from textwrap import fill
 
-    head, mark, rest = doc.partition("    Returns:")
-    if not mark:
-        head, mark, rest = doc.partition("    Raises:")
+    head, heading, rest = doc.partition("    Returns:")
+    if not heading:
+        head, heading, rest = doc.partition("    Raises:")
     names = {flag: name for name, setting in settings.items() for flag in setting.flags}
     names |= {each.annotation.metavar: name for name, each in settings.items() if isinstance(each.annotation, Argument)}
     rows = []
     for name, setting in settings.items():
         text = texts[name].sentences() if name in texts else setting.annotation.help
-        text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda found: _python_name(found[0], names), text)
+        text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda match: _python_name(match[0], names), text)
         rows.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
-    return "\n".join([f"{head.rstrip()}\n\n    Args:", *rows, "", f"{mark}{rest}"])
+    return "\n".join([f"{head.rstrip()}\n\n    Args:", *rows, "", f"{heading}{rest}"])
 
 
 def _python_name(word: str, names: Mapping[str, str]) -> str:
-    """Return the name of a parameter in backticks for a flag or a placeholder; other words as they are."""
+    """Return a word of a help text: a flag or placeholder as the parameter in backticks, other words unchanged."""
     return f"`{names[word]}`" if names.get(word) else word

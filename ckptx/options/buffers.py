@@ -1,17 +1,17 @@
-"""Mixin for commands that copy or compare bytes: threads and memory; spellings of dtypes."""
+"""Mixin for commands that copy or compare bytes: threads and memory. Also the spellings of dtypes."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from ckptx.options.option import RUN, Hook, Option, Options
+from ckptx.options.option import EXECUTION, Hook, Option, Options
 from ckptx.options.sizes import default_workers, parse_size
 from ckptx.untrusted.limits import MAX_WORKERS
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # called with the number of bytes done and the total
 Dtype = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
-SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DTYPE_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def no_progress(done: int, total: int) -> None:
@@ -25,15 +25,15 @@ class BufferOptions(Options):
         int | None,
         Option(
             "Number of threads; does not affect the result.",
-            RUN,
+            EXECUTION,
             minimum=1,
             maximum=MAX_WORKERS,
             default="number of cores, at most 16",
         ),
     ] = None
-    max_memory: Annotated[int | str, Option("Upper limit of the memory for I/O buffers.", RUN, parse=parse_size)] = (
-        "256MB"
-    )
+    max_memory: Annotated[
+        int | str, Option("Upper limit of the memory for I/O buffers.", EXECUTION, parse=parse_size)
+    ] = "256MB"
     on_progress: Annotated[Progress, Hook("Function that is called with the number of bytes done and the total.")] = (
         no_progress
     )

@@ -1,4 +1,4 @@
-"""List of commands: summary, tables of options and Python function; the modules are imported on use."""
+"""Commands: summary, tables of options and Python function of each; their modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ class Command(NamedTuple):
 
     Attributes:
         summary: Line in the list of commands, without a period; begins with a verb.
-        tables: Tables of options of the Python function, as `module:class` below `ckptx.options`. The second table, if
-            any, is selected by a switch such as `--run`.
+        table_names: Tables of options of the Python function, as `module:class` below `ckptx.options`. The second
+            table, if any, is selected by a switch such as `--run`.
         function: Python function as `module:name`; empty for a command without one.
-        output: Table of options that only the command line has, as `module:class`.
+        output_table_name: Table of options that only the command line has, as `module:class`.
         aliases: Other names of the command, without the name of its group.
-        is_converting: True if the command writes a checkpoint.
+        writes_checkpoint: True if the command writes a checkpoint.
     """
 
     summary: str
-    tables: Sequence[str]
+    table_names: Sequence[str]
     function: str = ""
-    output: str = "output:JsonOutput"
+    output_table_name: str = "output:JsonOutput"
     aliases: Sequence[str] = ()
-    is_converting: bool = False
+    writes_checkpoint: bool = False
 
     @property
-    def options(self) -> list[type[Options]]:
+    def option_tables(self) -> list[type[Options]]:
         """Import and return the tables of options of the Python function."""
-        return [_import_table(name) for name in self.tables]
+        return [_import_table(name) for name in self.table_names]
 
     @property
-    def outputs(self) -> type[Options]:
+    def output_table(self) -> type[Options]:
         """Import and return the table of options that only the command line has."""
-        return _import_table(self.output)
+        return _import_table(self.output_table_name)
 
 
 COMMANDS: Mapping[str, Command] = {
     "inspect": Command("Summarize a checkpoint", ["inspect:InspectOptions"], "ckptx.api.inspect:inspect"),
     "convert to-dcp": Command(
         "Convert a checkpoint to a torch DCP", ["conversion:ToDcpOptions"], "ckptx.api.convert:convert",
-        "output:ReportOutput", aliases=["hf2dcp"], is_converting=True,
+        "output:ReportOutput", aliases=["hf2dcp"], writes_checkpoint=True,
     ),
     "convert to-hf": Command(
         "Convert a checkpoint to HF safetensors", ["conversion:ToHfOptions"], "ckptx.api.convert:convert",
-        "output:ReportOutput", aliases=["dcp2hf"], is_converting=True,
+        "output:ReportOutput", aliases=["dcp2hf"], writes_checkpoint=True,
     ),
     "reshard": Command(
         "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
-        "ckptx.api.reshard:reshard", "output:ReportOutput", is_converting=True,
+        "ckptx.api.reshard:reshard", "output:ReportOutput", writes_checkpoint=True,
     ),
     "diff": Command(
         "Compare names, shapes, dtypes and tied weights of two checkpoints", ["diff:DiffOptions"],
@@ -87,17 +87,17 @@ def commands_by_name() -> dict[str, Command]:
 
 
 def tables_of(command: Command) -> list[type[Options]]:
-    """Return every table of a command, including those of the output and of the global options."""
-    return [*command.options, command.outputs, _import_table("output:GlobalOptions")]
+    """Return every table of a command, including the table of its output and that of the global options."""
+    return [*command.option_tables, command.output_table, _import_table("output:GlobalOptions")]
 
 
 def unknown_option_error(command_name: str, tables: Sequence[type[Options]], name: str) -> UsageError:
     """Return the error for an option that a command does not have.
 
     Args:
-        command_name: Name of the command.
+        command_name: Name of the command, for the message.
         tables: Tables of the command.
-        name: Flag or keyword argument.
+        name: Flag, or name of a keyword argument.
     """
     name = name.lstrip("-").replace("-", "_")
     settings = {name: setting for table in tables for name, setting in settings_of(table).items()}
@@ -111,24 +111,30 @@ def unknown_option_error(command_name: str, tables: Sequence[type[Options]], nam
     for other, command in COMMANDS.items():
         for table in tables_of(command):
             if any(name in _all_names(each) for each in settings_of(table).values()):
-                owners[other if table is not command.options[-1] or len(command.options) == 1 else table.command] = None
+                owners[
+                    other
+                    if table is not command.option_tables[-1] or len(command.option_tables) == 1
+                    else table.command
+                ] = None
     others = [each for each in owners if each != command_name]
     if others:
         return UsageError(f"{command_name} does not take {flag} ({_join_commands(others)})")
-    known = [flag for each in settings.values() if each.option is not None for flag in each.flags]
+    flags = [flag for each in settings.values() if each.option is not None for flag in each.flags]
     from difflib import get_close_matches  # slow to import
 
-    matches = get_close_matches(flag, known, 1)
+    matches = get_close_matches(flag, flags, 1)
     return UsageError(f"{command_name} does not take {flag}" + (f"; did you mean {matches[0]}?" if matches else ""))
 
 
 def _join_commands(names: Sequence[str]) -> str:
+    """Return the end of an error message: `reshard does`, or `convert to-dcp and reshard do`."""
     if len(names) == 1:
         return f"{names[0]} does"
     return f"{', '.join(names[:-1])} and {names[-1]} do"
 
 
 def _all_names(setting: Setting) -> set[str]:
+    """Return every name of an option with underscores, including shorthands and the flag that turns it off."""
     if not isinstance(setting.annotation, Option):
         return set()
     flags = (*setting.annotation.shorthands, setting.annotation.off_flag)
@@ -137,5 +143,5 @@ def _all_names(setting: Setting) -> set[str]:
 
 def _import_table(name: str) -> type[Options]:
     module, _, class_name = name.partition(":")
-    found: type[Options] = getattr(import_module(f"ckptx.options.{module}"), class_name)
-    return found
+    table: type[Options] = getattr(import_module(f"ckptx.options.{module}"), class_name)
+    return table

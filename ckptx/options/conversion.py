@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from ckptx.errors import UsageError
-from ckptx.options.buffers import SPELLINGS, BufferOptions
+from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
-from ckptx.options.option import CONTENT, RUN, SOURCE, Argument, Hook, Option, settings_of
+from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, settings_of
 from ckptx.options.sizes import parse_size
-from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions, SourcePrefixOptions
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
@@ -24,23 +24,23 @@ TiedMode = Literal["auto", "alias", "copy", "drop"]
 OptimizerMode = Literal["keep", "drop"]
 NAMES = Option(
     "Naming scheme: hf (as published on the Hub), model (transformers module names) or torchtitan.",
-    CONTENT,
+    OUTPUT_CHECKPOINT,
     default="hf; a DCP made from a DCP keeps its names",
     spellings={"disk": "hf"},
 )
 TIED = Option(
     "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or auto "
     "(by output format).",
-    CONTENT,
+    OUTPUT_CHECKPOINT,
 )
-OPTIMIZER = Option("Keep or drop optimizer state (DCP output only).", CONTENT, default="keep")
+OPTIMIZER = Option("Keep or drop optimizer state (DCP output only).", OUTPUT_CHECKPOINT, default="keep")
 SHARD_SIZE = "5GB"
-_DIRECTION = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
-_SRC = "Source checkpoint: a directory, file, index or Hub id."
-_DST = "Directory to write."
+_DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
+_SRC_HELP = "Source checkpoint: a directory, file, index or Hub id."
+_DST_HELP = "Directory to write."
 
 
-class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOptions, SourcePrefixOptions):
+class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions, SourcePrefixOptions):
     """Options that every conversion has."""
 
     dtype: Annotated[
@@ -48,8 +48,8 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         Option(
             "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Integers, quantization scales and "
             "tensors that the model keeps in fp32 are not cast.",
-            CONTENT,
-            spellings=SPELLINGS,
+            OUTPUT_CHECKPOINT,
+            spellings=DTYPE_SPELLINGS,
         ),
     ] = "auto"
     names: Annotated[Names | None, NAMES] = None
@@ -69,7 +69,7 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
         bool,
         Option(
             "Write infinity for values that are out of range for --dtype, instead of failing.",
-            CONTENT,
+            OUTPUT_CHECKPOINT,
             requires=("dtype",),
         ),
     ] = False
@@ -84,9 +84,9 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
             keywords=("none",),
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", RUN)] = False
-    overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", RUN)] = False
-    resume: Annotated[bool, Option("Resume an interrupted run.", RUN)] = False
+    dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", EXECUTION)] = False
+    overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", EXECUTION)] = False
+    resume: Annotated[bool, Option("Resume an interrupted run.", EXECUTION)] = False
     report_file: Annotated[
         str | Path | None,
         Hook("File that the caller will write the report to; checked before the conversion starts."),
@@ -140,13 +140,17 @@ class ConversionOptions(CallbackOptions, HubOptions, BufferOptions, RemoteCodeOp
 class DcpOptions(ConversionOptions):
     """Options of DCP output."""
 
-    prefix: Annotated[str, Option("Prefix to add to every tensor name (DCP output only).", CONTENT, default="none")] = (
-        ""
-    )
+    prefix: Annotated[
+        str, Option("Prefix to add to every tensor name (DCP output only).", OUTPUT_CHECKPOINT, default="none")
+    ] = ""
     files: Annotated[
         int | None,
         Option(
-            "Number of .distcp files (per rank if sharded).", CONTENT, minimum=1, maximum=MAX_RANKS, default="by size"
+            "Number of .distcp files (per rank if sharded).",
+            OUTPUT_CHECKPOINT,
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="by size",
         ),
     ] = None
 
@@ -171,9 +175,9 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-dcp"
 
-    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION)]
-    src: Annotated[str | Path, Argument(_SRC, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST, "DST")]
+    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION_HELP)]
+    src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
 
 
 class ToHfOptions(ConversionOptions, kw_only=False):
@@ -181,9 +185,9 @@ class ToHfOptions(ConversionOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-hf"
 
-    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION)]
-    src: Annotated[str | Path, Argument(_SRC, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST, "DST")]
+    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION_HELP)]
+    src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
     _: KW_ONLY
     names: Annotated[Names | None, NAMES._replace(default="hf")] = None
     tied: Annotated[
@@ -204,14 +208,14 @@ class ToHfOptions(ConversionOptions, kw_only=False):
         int | str | None,
         Option(
             "Maximum size of a safetensors shard.",
-            CONTENT,
+            OUTPUT_CHECKPOINT,
             parse=parse_size,
             default=f"the original shards if recorded, else {SHARD_SIZE}",
         ),
     ] = None
     index: Annotated[
         Literal["auto", "always"],
-        Option("Index file: auto writes it for several files, always also for a single one.", CONTENT),
+        Option("Index file: auto writes it for several files, always also for a single one.", OUTPUT_CHECKPOINT),
     ] = "auto"
 
     @property
@@ -232,8 +236,8 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
 
     command: ClassVar[str] = "reshard"
 
-    src: Annotated[str | Path, Argument(_SRC, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST, "DST")]
+    src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
     _: KW_ONLY
     names: Annotated[
         Names | None,
@@ -244,7 +248,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     ] = None
     to: Annotated[
         Literal["dcp", "safetensors"] | None,
-        Option("Output format: a DCP, or sharded safetensors.", CONTENT, default="that of SRC"),
+        Option("Output format: a DCP, or sharded safetensors.", OUTPUT_CHECKPOINT, default="that of SRC"),
     ] = None
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ class Default(NamedTuple):
 
     Attributes:
         setting: Option.
-        value: Value for the table.
+        value: Value for the field of the table.
         origin: File and key, or environment variable.
     """
 
@@ -59,16 +59,16 @@ class _DefaultEntry(NamedTuple):
     origin: str
 
 
-def read_defaults(words: str) -> dict[str, Default]:
+def read_defaults(command_name: str) -> dict[str, Default]:
     """Return the defaults of a command by the names of the fields.
 
     Raises:
-        UsageError: A file or a variable has an unknown key or a value that is not allowed.
+        UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
     """
-    command = commands_by_name()[words]
-    group, defaults = words.rpartition(" ")[0], {}
+    command = commands_by_name()[command_name]
+    group, defaults = command_name.rpartition(" ")[0], {}
     for entries in _read_sources():
-        for scopes in (("",), (group,) if group else (), _names_of(words, command)):
+        for scopes in (("",), (group,) if group else (), _names_of(command_name, command)):
             for entry in entries:
                 setting = _find_setting(command, entry.name) if entry.scope in scopes else None
                 if setting is not None:
@@ -76,32 +76,34 @@ def read_defaults(words: str) -> dict[str, Default]:
     return defaults
 
 
-def applicable_defaults(words: str, arguments: Mapping[str, Any]) -> dict[str, Default]:
+def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults that apply to a call.
 
     A default is ignored if its option is given, if an option that it requires is not set, or if an option that it
     cannot be combined with is set.
 
     Args:
-        words: Name of the command.
+        command_name: Name of the command.
         arguments: Options of the call by name.
 
     Raises:
-        UsageError: A file or a variable has an unknown key or a value that is not allowed.
+        UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
     """
-    applicable = {name: each for name, each in read_defaults(words).items() if name not in arguments}
-    command = commands_by_name()[words]
-    table = command.options[0]
-    for choice in (name for name, each in settings_of(command.options[-1]).items() if each.choices == (True,)):
-        if arguments.get(choice) or (choice in applicable and applicable[choice].value):
-            table = command.options[-1]
-    other_options = {name for each in tables_of(command) if each not in command.options for name in settings_of(each)}
+    applicable = {name: each for name, each in read_defaults(command_name).items() if name not in arguments}
+    command = commands_by_name()[command_name]
+    table = command.option_tables[0]
+    for switch in (name for name, each in settings_of(command.option_tables[-1]).items() if each.choices == (True,)):
+        if arguments.get(switch) or (switch in applicable and applicable[switch].value):
+            table = command.option_tables[-1]
+    output_options = {
+        name for each in tables_of(command) if each not in command.option_tables for name in settings_of(each)
+    }
     applicable = {
-        name: each for name, each in applicable.items() if name in other_options or name in settings_of(table)
+        name: each for name, each in applicable.items() if name in output_options or name in settings_of(table)
     }
     while True:
         values = {**{name: each.value for name, each in applicable.items()}, **arguments}
-        inapplicable = [name for name in applicable if name not in other_options and table.conflict(name, values)]
+        inapplicable = [name for name in applicable if name not in output_options and table.conflict(name, values)]
         if not inapplicable:
             return applicable
         for name in inapplicable:
@@ -112,21 +114,21 @@ def all_defaults() -> Iterator[tuple[Default, list[str]]]:
     """Iterate over the defaults in effect, each with the names of its commands.
 
     Raises:
-        UsageError: A file or a variable has an unknown key or a value that is not allowed.
+        UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
     """
     defaults: dict[tuple[str, str], tuple[Default, list[str]]] = {}
-    for words in COMMANDS:
-        for default in read_defaults(words).values():
-            defaults.setdefault((default.setting.flag, default.origin), (default, []))[1].append(words)
+    for command_name in COMMANDS:
+        for default in read_defaults(command_name).values():
+            defaults.setdefault((default.setting.flag, default.origin), (default, []))[1].append(command_name)
     yield from defaults.values()
 
 
 def _read_sources() -> Iterator[list[_DefaultEntry]]:
-    """Iterate over the sources of defaults, from the weakest to the strongest."""
-    project = _read_table(_PROJECT_FILE, _PROJECT_TABLE)
-    yield list(_entries_of(project, f"{_PROJECT_FILE}: {_PROJECT_TABLE}.")) if project else []
-    own = _read_table(_CONFIG_FILE, "")
-    yield list(_entries_of(own, f"{_CONFIG_FILE}: ")) if own else []
+    """Iterate over the sources of defaults, from the lowest to the highest precedence."""
+    project_table = _read_table(_PROJECT_FILE, _PROJECT_TABLE)
+    yield list(_entries_of(project_table, f"{_PROJECT_FILE}: {_PROJECT_TABLE}.")) if project_table else []
+    config_table = _read_table(_CONFIG_FILE, "")
+    yield list(_entries_of(config_table, f"{_CONFIG_FILE}: ")) if config_table else []
     yield [
         _DefaultEntry("", name.removeprefix(_VARIABLE_PREFIX).lower(), value, name)
         for name, value in os.environ.items()
@@ -135,25 +137,33 @@ def _read_sources() -> Iterator[list[_DefaultEntry]]:
 
 
 def _read_table(file: str, table: str) -> Mapping[str, Any] | None:
-    """Return a table of a file in the working directory; None if the file or the table does not exist."""
+    """Return a table of a TOML file in the working directory; None if the file or the table does not exist.
+
+    Args:
+        file: Name of the file.
+        table: Name of the table, with dots; "" for the whole file.
+
+    Raises:
+        UsageError: The file cannot be read, is not valid TOML, or has a value in place of the table.
+    """
     if not os.path.lexists(file):
         return None
     from ckptx.storage.files import read_small
 
     try:
-        text = read_small(Path(file), _MAX_FILE_BYTES)
+        data = read_small(Path(file), _MAX_FILE_BYTES)
     except (InputError, UnsupportedError, OSError) as error:
-        if table:  # a project file of another program
+        if table:  # a pyproject.toml that cannot be read need not have a table for ckptx
             return None
         raise UsageError(str(error)) from error
-    if table.encode() not in text:
+    if table.encode() not in data:
         return None
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
-        content: Any = tomllib.loads(text.decode("utf-8"))
+        content: Any = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: is not valid TOML: {error}; correct it") from error
     for key in table.split(".") if table else ():
@@ -172,29 +182,32 @@ def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Itera
     for key, value in table.items():
         if not isinstance(value, dict):
             name = key.replace("-", "_")
-            commands = [each for words, each in commands_by_name().items() if _is_in_scope(scope, words, each)]
+            commands = [
+                each for command_name, each in commands_by_name().items() if _is_in_scope(scope, command_name, each)
+            ]
             if not any(_find_setting(each, name) for each in commands):
                 tables = [each for command in commands for each in tables_of(command)]
                 raise UsageError(f"{origin}{key}: {unknown_option_error(scope or 'ckptx', tables, name)}")
             yield _DefaultEntry(scope, name, value, origin + key)
             continue
-        words = f"{scope} {key}".strip()
-        known = {*commands_by_name(), *GROUPS}
-        if words not in known:
+        inner_scope = f"{scope} {key}".strip()
+        scopes = {*commands_by_name(), *GROUPS}
+        if inner_scope not in scopes:
             from difflib import get_close_matches  # slow to import
 
-            matches = get_close_matches(words, known, 1)
+            matches = get_close_matches(inner_scope, scopes, 1)
             raise UsageError(f"{origin}{key}: unknown command" + (f"; did you mean {matches[0]}?" if matches else ""))
-        yield from _entries_of(value, f"{origin}{key}.", words)
+        yield from _entries_of(value, f"{origin}{key}.", inner_scope)
 
 
-def _is_in_scope(scope: str, words: str, command: Command) -> bool:
-    return not scope or scope in (words.rpartition(" ")[0], *_names_of(words, command))
+def _is_in_scope(scope: str, command_name: str, command: Command) -> bool:
+    """Return True if a key applies to a command: its scope is empty, the command, its group or an alias."""
+    return not scope or scope in (command_name.rpartition(" ")[0], *_names_of(command_name, command))
 
 
-def _names_of(words: str, command: Command) -> tuple[str, ...]:
+def _names_of(command_name: str, command: Command) -> tuple[str, ...]:
     """Return the name and the aliases of a command."""
-    group = words.rpartition(" ")[0]
+    group = command_name.rpartition(" ")[0]
     return next(
         (name, *(f"{group} {alias}".strip() for alias in command.aliases))
         for name, each in COMMANDS.items()
@@ -203,7 +216,7 @@ def _names_of(words: str, command: Command) -> tuple[str, ...]:
 
 
 def _settings_named(command: Command, name: str) -> list[Setting]:
-    """Return the options of a command that have a name, from each of its tables."""
+    """Return the options of a command with this name, from each of its tables."""
     settings = []
     for table in tables_of(command):
         for setting in settings_of(table).values():
@@ -213,6 +226,7 @@ def _settings_named(command: Command, name: str) -> list[Setting]:
 
 
 def _find_setting(command: Command, name: str) -> Setting | None:
+    """Return the first option of a command with this name; None if there is none."""
     return next(iter(_settings_named(command, name)), None)
 
 
@@ -244,7 +258,7 @@ def _parse_variable(setting: Setting, entry: _DefaultEntry) -> Any:
         if setting.kind is int and setting.option is not None and not setting.option.is_size:
             return int(text)
     except (KeyError, ValueError):
-        pass  # the check of the option refuses the string
+        pass  # `check_value` rejects the string
     return text
 
 

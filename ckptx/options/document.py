@@ -28,7 +28,9 @@ def from_json(text: str, table: type[T]) -> T:
     document = json.loads(text)
     unknown = sorted(document["options"].keys() - settings_of(table).keys())
     if document["command"] != table.command or unknown:
-        raise InternalError(f"options of {document['command']} with {unknown}, required those of {table.command}")
+        raise InternalError(
+            f"options of {document['command']} with unknown names {unknown}, required those of {table.command}"
+        )
     return table(**document["options"])
 
 

@@ -8,16 +8,25 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from ckptx.errors import UsageError
-from ckptx.options.buffers import SPELLINGS, Dtype
+from ckptx.options.buffers import DTYPE_SPELLINGS, Dtype
 from ckptx.options.mesh import PipelineOptions, ReplicaOptions
-from ckptx.options.option import OUTPUT, RECIPE, SEARCH, STEP, Argument, Option, Requirement, settings_of
+from ckptx.options.option import (
+    LAYOUT_SEARCH,
+    RECIPE,
+    REPORT,
+    TRAINING_STEP,
+    Argument,
+    Option,
+    Requirement,
+    settings_of,
+)
 from ckptx.options.output import ReportOutput
-from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions
+from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions
 from ckptx.options.step import (
     GPU_MEMORY,
     MICROBATCHES,
-    CheckpointedLayersOptions,
-    CheckpointingOptions,
+    ActivationCheckpointingOptions,
+    ActivationCheckpointingScopeOptions,
     GpuMemoryOptions,
     MicrobatchOptions,
     RecipeOptions,
@@ -28,20 +37,20 @@ Loss = Literal["sharded", "full", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "gpu", "search", "gpus")
-_MODEL = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
-_SEARCH = (
+_MODEL_HELP = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
+_SEARCH_HELP = (
     "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, with the activation checkpointing and microbatches "
     "that each needs."
 )
 
 
 class StepOptions(
-    CallbackOptions,
+    LogOptions,
     GpuMemoryOptions,
     RecipeOptions,
     RemoteCodeOptions,
     HubOptions,
-    CheckpointingOptions,
+    ActivationCheckpointingOptions,
     MicrobatchOptions,
     ReplicaOptions,
 ):
@@ -74,34 +83,44 @@ class StepOptions(
         int | None,
         Option(
             "Sequences per step and data-parallel rank (per GPU with --search).",
-            STEP,
+            TRAINING_STEP,
             minimum=1,
             maximum=2**16,
             default="one per microbatch",
         ),
     ] = None
-    seq: Annotated[int, Option("Sequence length in tokens.", STEP, minimum=2, maximum=2**24)] = 4096
-    images: Annotated[int, Option("Images per sequence (vision-language models).", STEP, minimum=0, maximum=2**16)] = 0
+    seq: Annotated[int, Option("Sequence length in tokens.", TRAINING_STEP, minimum=2, maximum=2**24)] = 4096
+    images: Annotated[
+        int, Option("Images per sequence (vision-language models).", TRAINING_STEP, minimum=0, maximum=2**16)
+    ] = 0
     dtype: Annotated[
-        Dtype, Option("Dtype of the parameters (auto: dtype of the config).", STEP, spellings=SPELLINGS)
+        Dtype, Option("Dtype of the parameters (auto: dtype of the config).", TRAINING_STEP, spellings=DTYPE_SPELLINGS)
     ] = "auto"
     param_dtype: Annotated[
         FloatDtype | None,
-        Option("FSDP2 param_dtype, for all-gather and compute.", STEP, spellings=SPELLINGS, default="that of --dtype"),
+        Option(
+            "FSDP2 param_dtype, for all-gather and compute.",
+            TRAINING_STEP,
+            spellings=DTYPE_SPELLINGS,
+            default="that of --dtype",
+        ),
     ] = None
     reduce_dtype: Annotated[
         FloatDtype | None,
         Option(
-            "FSDP2 reduce_dtype, for gradient reduction.", STEP, spellings=SPELLINGS, default="that of --param-dtype"
+            "FSDP2 reduce_dtype, for gradient reduction.",
+            TRAINING_STEP,
+            spellings=DTYPE_SPELLINGS,
+            default="that of --param-dtype",
         ),
     ] = None
-    optimizer: Annotated[OptimizerName, Option("Optimizer (sgd without momentum).", STEP)] = "adamw"
+    optimizer: Annotated[OptimizerName, Option("Optimizer (sgd without momentum).", TRAINING_STEP)] = "adamw"
     loss: Annotated[
         Loss,
         Option(
             "Cross-entropy loss in fp32 on sharded logits or, as in transformers, on full logits (full); or the sum "
             "of the logits without a loss (none).",
-            STEP,
+            TRAINING_STEP,
             shorthands={"--no-loss": "none"},
         ),
     ] = "sharded"
@@ -114,7 +133,7 @@ class StepOptions(
         return super().conflict(name, values)
 
     def check_model(self, model: str | Path | None) -> None:
-        """Check that there is one model to forecast.
+        """Check that either a model or a recipe is given.
 
         Raises:
             UsageError: Neither a model nor a recipe is given, or both are.
@@ -127,14 +146,14 @@ class StepOptions(
             raise UsageError(f"{model} and --recipe both name a model; leave out one of them")
 
 
-class ForecastOptions(CheckpointedLayersOptions, PipelineOptions, StepOptions, kw_only=False):
+class ForecastOptions(ActivationCheckpointingScopeOptions, PipelineOptions, StepOptions, kw_only=False):
     """Options of `forecast`."""
 
     command: ClassVar[str] = "forecast"
 
-    model: Annotated[str | Path | None, Argument(_MODEL, "MODEL")] = None
+    model: Annotated[str | Path | None, Argument(_MODEL_HELP, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[False], Option(_SEARCH, SEARCH)] = False
+    search: Annotated[Literal[False], Option(_SEARCH_HELP, LAYOUT_SEARCH)] = False
 
     def check(self) -> None:
         super().check()
@@ -146,12 +165,12 @@ class SearchOptions(StepOptions, kw_only=False):
 
     command: ClassVar[str] = "forecast --search"
 
-    model: Annotated[str | Path | None, Argument(_MODEL, "MODEL")] = None
+    model: Annotated[str | Path | None, Argument(_MODEL_HELP, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[True], Option(_SEARCH, SEARCH, requires=("gpus",))]
+    search: Annotated[Literal[True], Option(_SEARCH_HELP, LAYOUT_SEARCH, requires=("gpus",))]
     gpus: Annotated[
         int | None,
-        Option("Number of GPUs to search layouts for.", SEARCH, minimum=1, maximum=MAX_RANKS, default="none"),
+        Option("Number of GPUs to search layouts for.", LAYOUT_SEARCH, minimum=1, maximum=MAX_RANKS, default="none"),
     ] = None
 
     def check(self) -> None:
@@ -168,7 +187,7 @@ class ForecastOutput(ReportOutput):
         str | Path | None,
         Option(
             "Write a self-contained HTML page that plots memory over one training step.",
-            OUTPUT,
+            REPORT,
             metavar="FILE",
             default="none",
         ),

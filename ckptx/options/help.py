@@ -51,15 +51,15 @@ class OptionHelp(NamedTuple):
         Args:
             with_condition: False leaves out the condition, for a section whose heading shows it.
         """
-        flags, excluded = list(self.requires), ""
+        flags, exclusion = list(self.requires), ""
         if with_condition and self.condition:
             word, _, flag = self.condition.rpartition(" ")
             if word == "with":
                 flags.insert(0, flag)
             else:
-                excluded = f" Not with {flag}."
+                exclusion = f" Not with {flag}."
         required = f" Requires {' and '.join(flags)}." if flags else ""
-        return f"{self.text}{excluded}{required}"
+        return f"{self.text}{exclusion}{required}"
 
 
 def make_help(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
@@ -94,7 +94,7 @@ def find_switch(tables: Sequence[type[Options]]) -> TableSwitch | None:
 
 
 def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
-    """Return the heading of each section; it has the condition that every option of the section has."""
+    """Return the heading of each section, with the condition if all options of the section have the same one."""
     conditions: dict[str, set[str]] = {}
     for each in entries:
         if not each.is_switch:
@@ -112,6 +112,6 @@ def _required_flags(table: type[Options], setting: Setting) -> list[str]:
     assert setting.option is not None
     settings, flags = settings_of(table), []
     for requirement in (*setting.option.requires, *table.requirements.get(setting.name, ())):
-        name, least = (requirement, 0) if isinstance(requirement, str) else requirement
-        flags.append(settings[name].flag + (f" {least} or more" if least else ""))
+        name, min_value = (requirement, 0) if isinstance(requirement, str) else requirement
+        flags.append(settings[name].flag + (f" {min_value} or more" if min_value else ""))
     return flags

@@ -6,24 +6,24 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from ckptx.options.option import OUTPUT, Argument, Option
-from ckptx.options.source import CallbackOptions, HubOptions, SourcePrefixOptions
+from ckptx.options.option import REPORT, Argument, Option
+from ckptx.options.source import HubOptions, LogOptions, SourcePrefixOptions
 
 
-class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+class InspectOptions(LogOptions, HubOptions, SourcePrefixOptions, kw_only=False):
     """Options of `inspect`."""
 
     command: ClassVar[str] = "inspect"
 
     path: Annotated[str | Path, Argument("Checkpoint: a directory, file, index or Hub id.", "PATH")]
     _: KW_ONLY
-    tensors: Annotated[bool, Option("List every tensor.", OUTPUT)] = False
-    ranks: Annotated[bool, Option("Show what each rank holds and how balanced the shards are.", OUTPUT)] = False
+    tensors: Annotated[bool, Option("List every tensor.", REPORT)] = False
+    ranks: Annotated[bool, Option("Show what each rank holds and how balanced the shards are.", REPORT)] = False
     match: Annotated[
         str | None,
         Option(
             "List the tensors whose names match; with --ranks or --html, show only these.",
-            OUTPUT,
+            REPORT,
             metavar="GLOB",
             default="none",
         ),
@@ -32,7 +32,7 @@ class InspectOptions(CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=F
         str | Path | None,
         Option(
             "Write a self-contained HTML page that shows which rank holds which shard.",
-            OUTPUT,
+            REPORT,
             metavar="FILE",
             default="none",
         ),

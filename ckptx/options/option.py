@@ -1,4 +1,4 @@
-"""Fields of a table of options, which are annotated with `Option`, `Argument` or `Hook`.
+"""Fields of tables of options, which are annotated with `Option`, `Argument` or `Hook`.
 
     Annotated[type, Option(...)]     an option of the command line and of the Python function
     Annotated[type, Argument(...)]   a positional argument of both
@@ -29,11 +29,24 @@ else:
         return lambda cls: cls
 
 
-# Sections of a help page.
-CONTENT, LAYOUT, COMPARISON, RUNNING = "Output checkpoint", "Layout", "Comparison", "Model run"
-STEP, RECIPE, SEARCH, LIMITS = "Training step", "Recipe", "Layout search", "Memory limits"
-SOURCE, RUN, OUTPUT, GLOBAL = "Source", "Execution", "Report", "Global options"
-SECTIONS = (LAYOUT, CONTENT, COMPARISON, RUNNING, STEP, RECIPE, SEARCH, LIMITS, SOURCE, RUN, OUTPUT, GLOBAL)
+# Headings of the sections of a help page.
+OUTPUT_CHECKPOINT, LAYOUT, COMPARISON, MODEL_RUN = "Output checkpoint", "Layout", "Comparison", "Model run"
+TRAINING_STEP, RECIPE, LAYOUT_SEARCH, MEMORY_LIMITS = "Training step", "Recipe", "Layout search", "Memory limits"
+SOURCE, EXECUTION, REPORT, GLOBAL = "Source", "Execution", "Report", "Global options"
+SECTIONS = (
+    LAYOUT,
+    OUTPUT_CHECKPOINT,
+    COMPARISON,
+    MODEL_RUN,
+    TRAINING_STEP,
+    RECIPE,
+    LAYOUT_SEARCH,
+    MEMORY_LIMITS,
+    SOURCE,
+    EXECUTION,
+    REPORT,
+    GLOBAL,
+)
 
 T = TypeVar("T", bound="Options")
 Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the least value
@@ -92,7 +105,7 @@ class Argument(NamedTuple):
     Attributes:
         help: Help text of the argument.
         metavar: Placeholder in the usage line; "" for an argument that the name of the command sets.
-        is_optional: True if the command line has calls without it.
+        is_optional: True if the command line may omit it, although the Python function requires it.
     """
 
     help: str
@@ -115,8 +128,8 @@ class Setting(NamedTuple):
 
     Attributes:
         name: Name of the field and of the keyword argument.
-        type: Type without its annotation.
-        kind: Class of the value: bool, int, str, tuple or object.
+        type: Type without `Annotated`.
+        kind: Class of the value: bool, int, str, or tuple for a sequence; for a hook its class (object for a function).
         choices: Values that are allowed; empty for free values.
         default: Default of the field; MISSING for a required argument.
         annotation: The `Option`, `Argument` or `Hook`.
@@ -152,7 +165,7 @@ class Setting(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names in Python and in files of defaults: the field, then its flags with underscores."""
+        """Return the names in Python and in files of defaults: that of the field, then the flags with underscores."""
         flags = (flag.lstrip("-").replace("-", "_") for flag in (*self.flags, *self.aliases))
         return tuple(dict.fromkeys((self.name, *flags)))
 
@@ -189,7 +202,7 @@ class Setting(NamedTuple):
     @property
     def is_path(self) -> bool:
         """Return True if the value is a path or, for an argument, a Hub id; a URL is refused."""
-        return Path in _parts_of(self.type)
+        return Path in _union_members(self.type)
 
     @property
     def is_secret(self) -> bool:
@@ -218,7 +231,7 @@ class Setting(NamedTuple):
             UnsupportedError: The value is a URL, and a path is required.
         """
         accepted_types, description = self.accepted_types
-        # bool is a subclass of int, and is accepted only for itself
+        # bool is a subclass of int, but not accepted as an integer
         if not isinstance(value, accepted_types) or (type(value) is bool and bool not in accepted_types):
             raise ArgumentTypeError(f"{subject or self.name}: {_quoted(value)} must be {description}")
         if self.kind is tuple:
@@ -244,7 +257,7 @@ class Setting(NamedTuple):
     def accepted_types(self) -> tuple[tuple[type, ...], str]:
         """Return the accepted types of a value, and their description for an error message."""
         if isinstance(self.annotation, Hook) and not self.is_path:
-            classes = tuple(each for each in _parts_of(self.type) if is_class(each) and each is not NoneType)
+            classes = tuple(each for each in _union_members(self.type) if is_class(each) and each is not NoneType)
             return (classes, f"a {classes[0].__name__}") if classes else ((Callable,), "a function")
         if self.option is not None and self.option.parse is not None:
             return (int, str), "a size such as 5GB, or a number of bytes"
@@ -302,7 +315,7 @@ class Options:
     requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {}
 
     def __init_subclass__(cls, *, kw_only: bool = True) -> None:
-        """Accept `kw_only=False` for a table with positional arguments, which type checkers read."""
+        """Accept `kw_only=False` for a table with positional arguments; only type checkers read it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = settings_of(type(self))
@@ -350,8 +363,8 @@ class Options:
             if not isinstance(setting.annotation, Hook) and setting.is_set(value):
                 yield setting, value
 
-    def shared_with(self, table: type[Options]) -> dict[str, Any]:
-        """Return the options that are set and that another table also has."""
+    def values_shared_with(self, table: type[Options]) -> dict[str, Any]:
+        """Return the values of the options that are set here and that another table also has, by name."""
         other_settings = settings_of(table)
         return {
             setting.name: value for setting, value in self.values() if setting.name in other_settings and setting.option
@@ -425,24 +438,24 @@ def bind_arguments(
 
 def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
     base, annotation = hint.__origin__, hint.__metadata__[0]
-    parts = [each for each in _parts_of(base) if each is not NoneType]
-    choices: tuple[Any, ...] = get_args(parts[0]) if get_origin(parts[0]) is Literal else ()
+    types = [each for each in _union_members(base) if each is not NoneType]
+    choices: tuple[Any, ...] = get_args(types[0]) if get_origin(types[0]) is Literal else ()
     kind: type = object
     if choices:
         kind = type(choices[0])
-    elif get_origin(parts[0]) is not None and issubclass(get_origin(parts[0]), Sequence):
+    elif get_origin(types[0]) is not None and issubclass(get_origin(types[0]), Sequence):
         kind = tuple
-    elif is_class(parts[0]):
-        kind = parts[0]
+    elif is_class(types[0]):
+        kind = types[0]
     if isinstance(annotation, Option) and kind not in (bool, int, str, tuple):
         raise TypeError(f"{table.__name__}.{name}: an option is a bool, int, str, str | Path, Literal or Sequence[str]")
     return Setting(name, base, kind, choices, getattr(table, name, MISSING), annotation)
 
 
 def is_class(hint: Any) -> TypeGuard[type]:
-    """Return whether a type hint is a class; in Python 3.10, `list[str]` is an instance of `type`, too."""
+    """Return True if a type hint is a class; in Python 3.10, `list[str]` is an instance of `type`, too."""
     return isinstance(hint, type) and get_origin(hint) is None
 
 
-def _parts_of(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

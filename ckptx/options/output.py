@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptx.errors import UsageError
-from ckptx.options.option import GLOBAL, OUTPUT, Option, Options
+from ckptx.options.option import GLOBAL, REPORT, Option, Options
 
 
 class JsonOutput(Options):
     """Option for the report as JSON on stdout."""
 
     as_json: Annotated[
-        bool, Option("Print the report as JSON on stdout, even on failure.", OUTPUT, flags=("--json",))
+        bool, Option("Print the report as JSON on stdout, even on failure.", REPORT, flags=("--json",))
     ] = False
 
 
@@ -24,7 +24,7 @@ class ReportOutput(JsonOutput):
         str | Path | None,
         Option(
             "Write the JSON report to FILE, even on failure.",
-            OUTPUT,
+            REPORT,
             flags=("--report",),
             metavar="FILE",
             default="none",

@@ -7,36 +7,36 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from ckptx.options.option import OUTPUT, RUN, Argument, Hook, Option
+from ckptx.options.option import EXECUTION, REPORT, Argument, Hook, Option
 from ckptx.options.output import ReportOutput
-from ckptx.options.source import CallbackOptions
+from ckptx.options.source import LogOptions
 from ckptx.options.step import DeviceOptions, GpuMemoryOptions, RecipeOptions
 from ckptx.report.documents.robustness import RobustnessReport
 
 
-def _ignore(report: RobustnessReport) -> None:
+def _ignore_report(report: RobustnessReport) -> None:
     """Ignore a partial report."""
 
 
-_PHASES = (
+_PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
     "3 load and save, 4 export, 5 other layouts, 6 resume and 7 kills."
 )
 
 
-class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):
+class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):
     """Options of `robustness`."""
 
     command: ClassVar[str] = "robustness"
 
     recipe: Annotated[str | Path, Argument("Name of a built-in recipe, or a YAML file.", "RECIPE", is_optional=True)]
     _: KW_ONLY
-    phases: Annotated[str | None, Option(_PHASES, RUN, metavar="LIST", default="all")] = None
+    phases: Annotated[str | None, Option(_PHASES_HELP, EXECUTION, metavar="LIST", default="all")] = None
     inject: Annotated[
         str | None,
         Option(
             "Inject a fault that the run must detect (--inject list shows all).",
-            RUN,
+            EXECUTION,
             metavar="FAULT|list",
             default="none",
             keywords=("list",),
@@ -46,7 +46,7 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
         str | Path | None,
         Option(
             "Output directory.",
-            RUN,
+            EXECUTION,
             metavar="DIR",
             default="temporary, kept on failure",
         ),
@@ -54,7 +54,7 @@ class RobustnessOptions(CallbackOptions, GpuMemoryOptions, DeviceOptions, Recipe
     on_phase: Annotated[
         Callable[[RobustnessReport], None],
         Hook("Function that is called with the partial report before the first phase and after each phase."),
-    ] = _ignore
+    ] = _ignore_report
 
 
 class RobustnessOutput(ReportOutput):
@@ -64,7 +64,7 @@ class RobustnessOutput(ReportOutput):
         str | Path | None,
         Option(
             "Write a self-contained HTML page with phases, losses, memory and differences.",
-            OUTPUT,
+            REPORT,
             metavar="FILE",
             default="none",
         ),
@@ -73,7 +73,7 @@ class RobustnessOutput(ReportOutput):
         str | Path | None,
         Option(
             "Write JUnit XML for CI, with a test case for each phase and each check.",
-            OUTPUT,
+            REPORT,
             metavar="FILE",
             default="none",
         ),

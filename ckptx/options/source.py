@@ -1,4 +1,4 @@
-"""Mixins for commands that open a checkpoint: Hub ids, prefixes, custom code."""
+"""Mixins for commands that open a checkpoint or model: log, Hub ids, prefixes, custom code."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -9,7 +9,7 @@ from ckptx.options.option import SOURCE, Hook, Option, Options
 from ckptx.report.report import Log
 
 
-class CallbackOptions(Options):
+class LogOptions(Options):
     """Parameter for the log of a run."""
 
     log: Annotated[Log | None, Hook("Log that collects the notes of the run, even if the run fails.")] = None

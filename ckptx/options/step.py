@@ -5,12 +5,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from ckptx.options.option import LIMITS, RECIPE, RUNNING, STEP, Option, Options
+from ckptx.options.option import MEMORY_LIMITS, MODEL_RUN, RECIPE, TRAINING_STEP, Option, Options
 from ckptx.options.sizes import GPU_GIB, parse_gpu_memory
 
 MICROBATCHES = Option(
     "Microbatches per step and data-parallel rank.",
-    STEP,
+    TRAINING_STEP,
     minimum=1,
     maximum=2**16,
     default="one per pipeline stage",
@@ -20,7 +20,7 @@ GpuName = Literal[
 ]
 GPU_MEMORY = Option(
     "Memory per GPU; refuse to start if the run cannot fit. 80GB means 80 GiB, as GPU vendors count.",
-    LIMITS,
+    MEMORY_LIMITS,
     parse=parse_gpu_memory,
     default="no check",
     excludes=("gpu",),
@@ -33,12 +33,16 @@ class MicrobatchOptions(Options):
     microbatches: Annotated[int | None, MICROBATCHES] = None
 
 
-class CheckpointingOptions(Options):
+class ActivationCheckpointingOptions(Options):
     """Option for the activation checkpointing mode."""
 
     activation_checkpointing: Annotated[
         Literal["none", "full", "submodule", "selective"] | None,
-        Option("Activation checkpointing: full layers, their submodules, or selective per op.", STEP, default="none"),
+        Option(
+            "Activation checkpointing: full layers, their submodules, or selective per op.",
+            TRAINING_STEP,
+            default="none",
+        ),
     ] = None
 
     @property
@@ -47,20 +51,24 @@ class CheckpointingOptions(Options):
         return self.activation_checkpointing or "none"
 
 
-class CheckpointedLayersOptions(CheckpointingOptions):
-    """Options for activation checkpointing of a part of the model."""
+class ActivationCheckpointingScopeOptions(ActivationCheckpointingOptions):
+    """Options for activation checkpointing of the whole model or of a part of it."""
 
     ac_scope: Annotated[
         Literal["all", "language", "vision", "audio"],
-        Option("Part of the model to apply activation checkpointing to.", STEP, requires=("activation_checkpointing",)),
+        Option(
+            "Part of the model to apply activation checkpointing to.",
+            TRAINING_STEP,
+            requires=("activation_checkpointing",),
+        ),
     ] = "all"
 
 
 class DeviceOptions(Options):
     """Options for the device and the communication backend."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Option("Device to run on.", RUNNING)] = "auto"
-    backend: Annotated[Literal["auto", "gloo", "nccl"], Option("Communication backend.", RUNNING)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option("Device to run on.", MODEL_RUN)] = "auto"
+    backend: Annotated[Literal["auto", "gloo", "nccl"], Option("Communication backend.", MODEL_RUN)] = "auto"
 
 
 class GpuMemoryOptions(Options):
@@ -71,7 +79,7 @@ class GpuMemoryOptions(Options):
         GpuName | None,
         Option(
             f"GPU whose reported memory to use instead of --gpu-memory: {', '.join(GPU_GIB)}.",
-            LIMITS,
+            MEMORY_LIMITS,
             metavar="NAME",
             default="no check",
         ),

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
-from ckptx.options.buffers import SPELLINGS, BufferOptions, Dtype
+from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions, Dtype
 from ckptx.options.mesh import PipelineOptions, ReplicaOptions, ShardingOptions
-from ckptx.options.option import COMPARISON, LIMITS, RUNNING, STEP, Argument, Option, Requirement
+from ckptx.options.option import COMPARISON, MEMORY_LIMITS, MODEL_RUN, TRAINING_STEP, Argument, Option, Requirement
 from ckptx.options.sizes import parse_size
-from ckptx.options.source import CallbackOptions, HubOptions, RemoteCodeOptions, SourcePrefixOptions
-from ckptx.options.step import CheckpointedLayersOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
+from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.options.step import ActivationCheckpointingScopeOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
 
-_REFERENCE = "Checkpoint to compare with: a directory, file, index or Hub id."
-_CHECKPOINT = "Checkpoint to check."
-_RUN = "Load both checkpoints into transformers models and compare logits, loss and gradients."
+_REFERENCE_HELP = "Checkpoint to compare with: a directory, file, index or Hub id."
+_CHECKPOINT_HELP = "Checkpoint to check."
+_RUN_HELP = "Load both checkpoints into transformers models and compare logits, loss and gradients."
 _MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
 
 class RunOptions(
-    CallbackOptions,
+    LogOptions,
     GpuMemoryOptions,
     RemoteCodeOptions,
     DeviceOptions,
-    CheckpointedLayersOptions,
+    ActivationCheckpointingScopeOptions,
     MicrobatchOptions,
     PipelineOptions,
     ShardingOptions,
@@ -42,21 +42,21 @@ class RunOptions(
         Option(
             "Memory limit for the reference model; larger models are run layer by layer. With one rank, it covers both "
             "models.",
-            LIMITS,
+            MEMORY_LIMITS,
             parse=parse_size,
             default="free memory",
         ),
     ] = None
     compute_dtype: Annotated[
-        Dtype, Option("Compute dtype (auto: as stored).", RUNNING, spellings=SPELLINGS, replaces=("dtype",))
+        Dtype, Option("Compute dtype (auto: as stored).", MODEL_RUN, spellings=DTYPE_SPELLINGS, replaces=("dtype",))
     ] = "fp32"
-    compile: Annotated[bool, Option("Compile each layer with torch.compile.", RUNNING)] = False
+    compile: Annotated[bool, Option("Compile each layer with torch.compile.", MODEL_RUN)] = False
     backward: Annotated[
-        bool, Option("Also compare gradients of one training step.", STEP, off_flag="--no-backward")
+        bool, Option("Also compare gradients of one training step.", TRAINING_STEP, off_flag="--no-backward")
     ] = True
     strict: Annotated[
         bool,
-        Option("Also exit 1 if the result is inconclusive (the tolerance is too large to detect errors).", RUNNING),
+        Option("Also exit 1 if the result is inconclusive (the tolerance is too large to detect errors).", MODEL_RUN),
     ] = False
 
     @property
@@ -76,23 +76,23 @@ class RunOptions(
             raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MAX_MICROBATCHES:,}")
 
 
-class CompareOptions(BufferOptions, CallbackOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+class CompareOptions(BufferOptions, LogOptions, HubOptions, SourcePrefixOptions, kw_only=False):
     """Options of `verify` without `--run`."""
 
     command: ClassVar[str] = "verify"
 
-    reference: Annotated[str | Path, Argument(_REFERENCE, "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT, "CHECKPOINT")]
+    reference: Annotated[str | Path, Argument(_REFERENCE_HELP, "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT")]
     _: KW_ONLY
     dtype: Annotated[
         Dtype,
         Option(
             "Cast the reference before comparing (auto: compare as stored).",
             COMPARISON,
-            spellings=SPELLINGS,
+            spellings=DTYPE_SPELLINGS,
         ),
     ] = "auto"
-    run: Annotated[Literal[False], Option(_RUN, RUNNING)] = False
+    run: Annotated[Literal[False], Option(_RUN_HELP, MODEL_RUN)] = False
 
 
 class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
@@ -100,7 +100,7 @@ class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
 
     command: ClassVar[str] = "verify --run"
 
-    reference: Annotated[str | Path, Argument(_REFERENCE, "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT, "CHECKPOINT")]
+    reference: Annotated[str | Path, Argument(_REFERENCE_HELP, "REFERENCE")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT")]
     _: KW_ONLY
-    run: Annotated[Literal[True], Option(_RUN, RUNNING)]
+    run: Annotated[Literal[True], Option(_RUN_HELP, MODEL_RUN)]

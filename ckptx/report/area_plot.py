@@ -17,9 +17,9 @@ from ckptx.report.report import human_bytes
 from ckptx.untrusted.printable import one_line
 
 _MAX_SLOTS = 600
-_HEADROOM = 1.22  # leaves room for a label above the peak
-_MEMORY_HEADROOM = 1.17
-_MAX_MEMORY_RATIO = 2.5  # GPU memory is drawn up to this multiple of the peak
+_PEAK_HEADROOM = 1.22  # upper edge / peak, with room for a label above the peak
+_GPU_MEMORY_HEADROOM = 1.17  # upper edge / GPU memory
+_MAX_GPU_MEMORY_RATIO = 2.5  # GPU memory is drawn up to this multiple of the peak
 _MAX_TICKS = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TICK_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
@@ -31,8 +31,8 @@ class Slot(NamedTuple):
 
     Attributes:
         phase: "build" (inputs), "forward", "backward", "clipping" or "optimizer".
-        microbatch: Index of the forward or backward pass (microbatch).
-        layer: Name of the layer; "" outside layers.
+        microbatch: Index of the microbatch, in a forward or backward pass.
+        layer: Name of the layer; "" for work outside layers.
         bytes_by_kind: Bytes by kind of memory, at the time when their sum is largest.
     """
 
@@ -59,27 +59,27 @@ class Scale(NamedTuple):
 
     Attributes:
         top: Bytes at the upper edge.
-        memory: GPU memory in bytes; None if not given or above the range of the plot.
+        gpu_memory: GPU memory in bytes; None if it was not given, or is above the range of the plot.
         reserved: Bytes of GPU memory reserved for allocations other than tensors.
     """
 
     top: float
-    memory: int | None
+    gpu_memory: int | None
     reserved: int
 
     @classmethod
-    def fit(cls, peak: int, memory: int | None, reserved: int) -> Scale:
+    def fit(cls, peak: int, gpu_memory: int | None, reserved: int) -> Scale:
         """Return a scale that fits the highest peak and, up to 2.5 times the peak, the GPU memory.
 
         Args:
             peak: Highest peak in bytes.
-            memory: GPU memory in bytes; None if it was not given.
+            gpu_memory: GPU memory in bytes; None if it was not given.
             reserved: Bytes of GPU memory reserved for allocations other than tensors.
         """
-        top = max(1, peak) * _HEADROOM
-        if memory is None or memory > _MAX_MEMORY_RATIO * peak:
+        top = max(1, peak) * _PEAK_HEADROOM
+        if gpu_memory is None or gpu_memory > _MAX_GPU_MEMORY_RATIO * peak:
             return cls(top, None, reserved)
-        return cls(max(top, memory * _MEMORY_HEADROOM), memory, reserved)
+        return cls(max(top, gpu_memory * _GPU_MEMORY_HEADROOM), gpu_memory, reserved)
 
     def y(self, size: float) -> float:
         """Return the distance of a size from the upper edge, in units of the drawing."""
@@ -95,7 +95,10 @@ class Scale(NamedTuple):
 
 
 def make_slots(timeline: Sequence[Sequence[Any]]) -> list[Slot]:
-    """Return a slot for each layer and pass, with the work around a layer merged into the layer.
+    """Return a slot for each layer of each pass, at most about `_MAX_SLOTS`.
+
+    Work between two layers of a pass is part of the slot of the first of them.
+
 
     Args:
         timeline: Rows of phase, microbatch, layer and the bytes by kind.
@@ -111,8 +114,8 @@ def _total_bytes(slot: Slot) -> int:
 def _merge_gaps(slots: Sequence[Slot]) -> list[Slot]:
     """Merge work between two layers of a pass, or between two slots of one layer, into the first of them."""
     merged: list[Slot] = []
-    for _, each in groupby(slots, key=lambda slot: slot[:2]):
-        group = list(each)
+    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):
+        group = list(slots_of_pass)
         last_layer_index = max((index for index, slot in enumerate(group) if slot.layer), default=-1)
         begin = len(merged)
         for index, slot in enumerate(group):
@@ -125,13 +128,13 @@ def _merge_gaps(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _downsample(slots: list[Slot]) -> list[Slot]:
-    """Reduce the slots to about `_MAX_SLOTS`: each group of neighbors in a pass keeps the slot with the most bytes."""
+    """Reduce the slots to about `_MAX_SLOTS`: keep the largest of each group of neighbors in a pass."""
     group_size = -(-len(slots) // _MAX_SLOTS)
     if group_size == 1:
         return slots
     kept_slots = []
-    for _, each in groupby(slots, key=lambda slot: slot[:2]):
-        group = list(each)
+    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):
+        group = list(slots_of_pass)
         kept_slots += [
             max(group[start : start + group_size], key=_total_bytes) for start in range(0, len(group), group_size)
         ]
@@ -143,19 +146,20 @@ def area_plot(
     areas: Sequence[Area],
     scale: Scale,
     *,
-    peak: str,
+    peak_label: str,
     slot_text: Callable[[Slot], str],
     pass_names: Callable[[str, int], Sequence[str]],
 ) -> Plot:
-    """Return the plot.
+    """Return the plot of memory over one training step.
 
     Args:
         slots: Slots of the step; at least one.
         areas: Areas, bottom first.
         scale: Vertical scale.
-        peak: Label of the peak.
+        peak_label: Label of the peak.
         slot_text: Returns the tooltip of a slot.
-        pass_names: Returns the names of a pass, longest first; the first that fits is shown.
+        pass_names: Returns the names of a pass, given its phase and microbatch, longest first; the first that fits is
+            shown.
     """
     slot_width = WIDTH / len(slots)
     peak_index = max(range(len(slots)), key=lambda index: _total_bytes(slots[index]))
@@ -163,7 +167,7 @@ def area_plot(
         *_draw_backward_passes(slots, slot_width),
         *_draw_reserved(scale),
         *_draw_areas(slots, areas, scale, slot_width),
-        *_draw_memory(scale),
+        *_draw_gpu_memory(scale),
     ]
     shapes += [
         svg_rect("slot", index * slot_width, 0, slot_width, HEIGHT, one_line(slot_text(slot)))
@@ -171,12 +175,12 @@ def area_plot(
     ]
     x, y = (peak_index + 0.5) * slot_width, scale.y(_total_bytes(slots[peak_index]))
     shapes += [svg_path("peak", f"M{x:.1f} 0V{HEIGHT}"), svg_path("dot", f"M{x:.1f} {y:.1f}h0")]
-    labels = [_peak_label(x / WIDTH, peak)]
-    if scale.memory is not None:
+    labels = [_make_peak_label(x / WIDTH, peak_label)]
+    if scale.gpu_memory is not None:
         side = "right" if WIDTH / 2 <= x < 0.7 * WIDTH or x < 0.2 * WIDTH else "left"  # clear of the peak label
-        style = f"top:{100 * scale.y(scale.memory) / HEIGHT:.2f}%;{side}:6px"
+        style = f"top:{100 * scale.y(scale.gpu_memory) / HEIGHT:.2f}%;{side}:6px"
         reserved = f"{human_bytes(scale.reserved)} reserved"
-        labels.append(Label(f"GPU memory {human_bytes(scale.memory)}, {reserved}", style, "memory"))
+        labels.append(Label(f"GPU memory {human_bytes(scale.gpu_memory)}, {reserved}", style, "memory"))
     return Plot(
         "memory over one training step",
         scale.ticks(),
@@ -186,16 +190,16 @@ def area_plot(
     )
 
 
-def _peak_label(x: float, text: str) -> Label:
+def _make_peak_label(x: float, text: str) -> Label:
     side = f"left:{100 * x:.2f}%" if x < 0.5 else f"right:{100 - 100 * x:.2f}%"
     return Label(text, side, f"peak {'after' if x < 0.5 else 'before'}")
 
 
 def _group_passes(slots: Sequence[Slot]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield phase, microbatch, first slot and number of slots of each pass."""
+    """Yield phase, microbatch, index of the first slot and number of slots of each pass."""
     begin = 0
-    for (phase, microbatch), each in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
-        count = len(list(each))
+    for (phase, microbatch), slots_of_pass in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
+        count = len(list(slots_of_pass))
         yield phase, microbatch, begin, count
         begin += count
 
@@ -222,21 +226,21 @@ def _draw_areas(slots: Sequence[Slot], areas: Sequence[Area], scale: Scale, slot
 
 
 def _draw_reserved(scale: Scale) -> Iterator[Markup]:
-    if scale.memory is not None:
-        top, bottom = scale.y(scale.memory), scale.y(max(0, scale.memory - scale.reserved))
+    if scale.gpu_memory is not None:
+        top, bottom = scale.y(scale.gpu_memory), scale.y(max(0, scale.gpu_memory - scale.reserved))
         yield svg_rect("reserved", 0, top, WIDTH, bottom - top)
 
 
-def _draw_memory(scale: Scale) -> Iterator[Markup]:
-    if scale.memory is not None:
-        yield svg_path("memory", f"M0 {scale.y(scale.memory):.1f}H{WIDTH}")
+def _draw_gpu_memory(scale: Scale) -> Iterator[Markup]:
+    if scale.gpu_memory is not None:
+        yield svg_path("memory", f"M0 {scale.y(scale.gpu_memory):.1f}H{WIDTH}")
 
 
 def _pass_labels(
-    slots: Sequence[Slot], slot_width: float, names: Callable[[str, int], Sequence[str]]
+    slots: Sequence[Slot], slot_width: float, pass_names: Callable[[str, int], Sequence[str]]
 ) -> Iterator[Label]:
     for phase, microbatch, begin, count in _group_passes(slots):
-        candidates = names(phase, microbatch)
+        candidates = pass_names(phase, microbatch)
         width_percent = 100 * count * slot_width / WIDTH
         shown = next((name for name in candidates if len(name) * _LETTER_WIDTH_PERCENT <= width_percent), "")
         style = f"left:{100 * begin * slot_width / WIDTH:.2f}%;width:{width_percent:.2f}%"

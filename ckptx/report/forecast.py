@@ -1,4 +1,4 @@
-"""Text of `forecast`: a block for each stage, then the assumptions and the verdict."""
+"""Text of `forecast`: a block of lines for each pipeline rank, then the assumptions and the verdict."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import ForecastReport
-from ckptx.report.forecast_text import (
+from ckptx.report.forecast_phrases import (
     batch_text,
     communication_text,
     flops_text,
+    mesh_text,
     module_text,
     other_precision_text,
     peak_time_text,
-    ranks_text,
     settings_text,
     stages_text,
     tensor_text,
@@ -30,7 +30,7 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
         red: Colors a string red if the terminal supports it.
     """
     lines = [
-        f"{report.architecture}, {report.parameters:,} parameters, on {ranks_text(report)}",
+        f"{report.architecture}, {report.parameters:,} parameters, on {mesh_text(report)}",
         f"per data-parallel rank: {batch_text(report)}",
         settings_text(report),
     ]
@@ -39,8 +39,8 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
     lines.append(f"all ranks: {flops_text(report)}")
     lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
-    last = verdict(report)
-    lines.append(last if report.fits is not False else red(last))
+    verdict_line = verdict(report)
+    lines.append(verdict_line if report.fits is not False else red(verdict_line))
     if other := other_precision_text(report):
         lines.append(other)
     lines.append(f"done in {report.seconds:.1f} s")
@@ -59,15 +59,15 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
         f"{stages_text(report, row)}: {red(peak) if row['fits'] is False else peak}, "
         f"{human_bytes(row['between_steps'])} between steps{layers}"
     )
-    peak_operation = row["peak_tensor"]
-    if peak_operation is not None:
-        allocation = f"{peak_operation['op']} allocates {tensor_text(peak_operation)}"
-        yield f"  peak during {peak_time_text(report, peak_operation)}: {allocation}"
+    peak_tensor = row["peak_tensor"]
+    if peak_tensor is not None:
+        allocation = f"{peak_tensor['op']} allocates {tensor_text(peak_tensor)}"
+        yield f"  peak during {peak_time_text(report, peak_tensor)}: {allocation}"
     yield f"  {'':<12} {'at the peak':>13}  {'between steps':>13}"
     for kind in report.kinds:
-        numbers = row["by_kind"][kind], row["between_steps_by_kind"][kind]
-        if any(numbers):
-            yield f"  {kind:<12} {human_bytes(numbers[0]):>13}  {human_bytes(numbers[1]):>13}"
+        sizes = row["by_kind"][kind], row["between_steps_by_kind"][kind]
+        if any(sizes):
+            yield f"  {kind:<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"
     yield "  largest tensors at the peak"
     for each in row["largest_tensors"]:
         yield (

@@ -12,16 +12,16 @@ from typing import Any
 
 from ckptx.report.area_plot import Area, Scale, Slot, area_plot, make_slots
 from ckptx.report.documents.forecast import ForecastReport
-from ckptx.report.forecast_text import (
+from ckptx.report.forecast_phrases import (
     batch_text,
     communication_text,
     flops_text,
     highest_peak_row,
+    mesh_text,
     module_text,
     other_precision_text,
     pass_text,
     peak_time_text,
-    ranks_text,
     settings_text,
     stages_text,
     tensor_text,
@@ -32,12 +32,12 @@ from ckptx.report.plots import Plot
 from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
-_AXIS = (
+_AXIS_NOTE = (
     "The horizontal axis shows the parts of a step in order, not their duration. F: forward, B: backward (shaded), "
     "C: gradient clipping, O: optimizer step."
 )
-# Kinds from bottom to top, longest-lived first, with the number of their color.
-_STACKED = {
+# Kind of memory -> number of its color in report.css, from the bottom of the plot to its top, longest-lived first.
+_COLOR_BY_KIND = {
     "parameters": 0, "optimizer": 5, "gradients": 2, "gathered": 3, "activations": 1, "carried": 6, "temporaries": 4,
 }  # fmt: skip
 
@@ -47,17 +47,17 @@ class ForecastHeading:
     """The head of the page.
 
     Attributes:
-        title: Architecture class of the model.
-        path: Model argument of the command; "" if it is the title.
-        kind: "ok", "bad", or "known" if no GPU memory was given.
+        title: Architecture class of the model; for a failed run, the model or recipe as given to the command.
+        model: Model or recipe as given to the command; "" if it is the title.
+        css_class: CSS class of the verdict: "ok", "bad", or "known" if no GPU memory was given.
         word: First word of the verdict: FITS, DOES NOT FIT, PEAK or ERROR.
         text: Rest of the verdict.
         facts: Pairs of term and value.
     """
 
     title: str
-    path: str
-    kind: str
+    model: str
+    css_class: str
     word: str
     text: str
     facts: Sequence[tuple[str, str]]
@@ -65,7 +65,7 @@ class ForecastHeading:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """A kind of tensors, such as "activations".
+    """Memory of one kind of tensor, such as "activations".
 
     Attributes:
         name: Name of the kind.
@@ -101,17 +101,17 @@ class LargeTensor:
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A pipeline stage.
+    """Memory of a pipeline rank, which runs one or more stages.
 
     Attributes:
-        title: Name of the stage or stages.
+        title: Names of its stages; "Each rank" without a pipeline.
         peak: Bytes at the peak.
         between_steps: Bytes between steps.
         is_too_large: True if it does not fit in GPU memory.
-        facts: Memory between steps, FLOPs and communication, in words.
+        facts: Memory between steps, FLOPs, checkpointed layers and communication, in words.
         plot: Memory over one step; None if no step was recorded.
         kinds: Kinds of tensors, top of the plot first.
-        largest: Largest tensors at the peak.
+        largest_tensors: Largest tensors at the peak.
     """
 
     title: str
@@ -121,28 +121,28 @@ class StageRow:
     facts: str
     plot: Plot | None
     kinds: Sequence[MemoryKind]
-    largest: Sequence[LargeTensor]
+    largest_tensors: Sequence[LargeTensor]
 
 
-def forecast_page(report: Report, subject: str) -> str:
+def forecast_page(report: Report, model: str) -> str:
     """Return the page.
 
     Args:
         report: Report of `forecast`; a plain `Report` is that of a failed run, and the page shows its error.
-        subject: Model argument of the command.
+        model: Model or recipe as given to the command.
     """
     stages: Sequence[StageRow] = ()
     assumptions: Sequence[str] | None = None
     note = ""
     if isinstance(report, ForecastReport):
         scale = Scale.fit(int(highest_peak_row(report)["peak"]), report.gpu_memory, report.reserved)
-        heading, assumptions = _heading(report, subject), report.assumptions
+        heading, assumptions = _heading(report, model), report.assumptions
         stages = [_stage_row(report, row, scale) for row in report.by_stage]
-        note = _AXIS
-        if report.gpu_memory is not None and scale.memory is None:
+        note = _AXIS_NOTE
+        if report.gpu_memory is not None and scale.gpu_memory is None:
             note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
     else:
-        heading = ForecastHeading(subject, "", "bad", "ERROR", report.error or "unknown error", [])
+        heading = ForecastHeading(model, "", "bad", "ERROR", report.error or "unknown error", [])
     return render_page(
         "forecast.html",
         f"{heading.title} - forecast",
@@ -155,10 +155,10 @@ def forecast_page(report: Report, subject: str) -> str:
     )
 
 
-def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
+def _heading(report: ForecastReport, model: str) -> ForecastHeading:
     word, _, text = verdict(report).partition(": ")
     facts = [
-        ("mesh", ranks_text(report)),
+        ("mesh", mesh_text(report)),
         ("per data-parallel rank", batch_text(report)),
         ("parameters", f"{report.parameters:,}"),
         ("all ranks", flops_text(report)),
@@ -166,8 +166,8 @@ def _heading(report: ForecastReport, subject: str) -> ForecastHeading:
     ]
     if other := other_precision_text(report):
         facts.append(("other precision", other))
-    kind = {True: "ok", False: "bad", None: "known"}[report.fits]
-    return ForecastHeading(report.architecture, subject, kind, word, text, facts)
+    css_class = {True: "ok", False: "bad", None: "known"}[report.fits]
+    return ForecastHeading(report.architecture, model, css_class, word, text, facts)
 
 
 def _stage_row(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
@@ -186,11 +186,11 @@ def _stage_row(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> 
         facts=", ".join(facts),
         plot=_memory_plot(report, row, scale),
         kinds=[
-            MemoryKind(kind, _STACKED[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
-            for kind in reversed(_STACKED)
+            MemoryKind(kind, _COLOR_BY_KIND[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
+            for kind in reversed(_COLOR_BY_KIND)
             if kind in present_kinds
         ],
-        largest=[
+        largest_tensors=[
             LargeTensor(
                 each["bytes"], str(each["kind"]), tensor_text(each), str(each["op"]), module_text(each["module"])
             )
@@ -212,15 +212,15 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
             f"{pass_name}, {slot.layer or 'outside layers'}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
         )
 
-    def names(part: str, turn: int) -> Sequence[str]:
-        letter = "I" if part == "build" else part[0].upper()
-        if part not in ("forward", "backward") or report.settings["microbatches"] == 1:
-            return [pass_text(report, part, turn), "inputs" if part == "build" else part, letter]
-        return [pass_text(report, part, turn), f"{part} {turn}", f"{letter}{turn}"]
+    def pass_names(phase: str, microbatch: int) -> Sequence[str]:
+        letter = "I" if phase == "build" else phase[0].upper()
+        if phase not in ("forward", "backward") or report.settings["microbatches"] == 1:
+            return [pass_text(report, phase, microbatch), "inputs" if phase == "build" else phase, letter]
+        return [pass_text(report, phase, microbatch), f"{phase} {microbatch}", f"{letter}{microbatch}"]
 
-    peak = f"peak {human_bytes(row['peak'])}"
+    peak_label = f"peak {human_bytes(row['peak'])}"
     if row["peak_tensor"] is not None:
-        peak = f"{peak}: {peak_time_text(report, row['peak_tensor'])}"
-    order = [kind for kind in _STACKED if kind in kinds]
-    areas = [Area(kinds.index(kind), _STACKED[kind]) for kind in order]
-    return area_plot(slots, areas, scale, peak=peak, slot_text=slot_text, pass_names=names)
+        peak_label = f"{peak_label}: {peak_time_text(report, row['peak_tensor'])}"
+    stacked_kinds = [kind for kind in _COLOR_BY_KIND if kind in kinds]
+    areas = [Area(kinds.index(kind), _COLOR_BY_KIND[kind]) for kind in stacked_kinds]
+    return area_plot(slots, areas, scale, peak_label=peak_label, slot_text=slot_text, pass_names=pass_names)

@@ -1,4 +1,4 @@
-"""Text of `forecast --search`: a table of layouts that fit, and the reasons against the others."""
+"""Text of `forecast --search`: a table of the layouts that fit, then those that are too large or not supported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import SearchReport
-from ckptx.report.forecast_text import mesh_text, step_text
+from ckptx.report.forecast_phrases import dims_text, step_text
 from ckptx.report.report import counted, human_bytes
 
 _COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
@@ -36,8 +36,8 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
         lines += [f"  {_layout_text(each['layout'])}: {each['reason']}" for each in report.unsupported_layouts]
     lines.append("assumptions:")
     lines += [f"  {each}" for each in report.assumptions]
-    last = search_verdict(report)
-    lines.append(last if report.layouts else red(last))
+    verdict_line = search_verdict(report)
+    lines.append(verdict_line if report.layouts else red(verdict_line))
     lines.append(f"done in {report.seconds:.0f} s, {counted(report.evaluated_steps, 'step')} evaluated")
     return "\n".join(lines)
 
@@ -80,7 +80,7 @@ def _cells(report: SearchReport, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _layout_text(layout: Mapping[str, int]) -> str:
-    return mesh_text(layout) or "one GPU"
+    return dims_text(layout) or "one GPU"
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:

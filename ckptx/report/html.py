@@ -4,6 +4,8 @@ This module computes the content; `templates/layout.html` is the markup. The pag
 Content-Security-Policy states, and is readable without its script, which adds search and the drawing of a tensor to
 scale. Names in a checkpoint are untrusted: the template escapes them, `escape_json` escapes the JSON data, and the
 script writes them into text nodes only.
+
+A holder is a rank or, if no file name has a rank, a file.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ from ckptx.report.report import counted, human_bytes
 from ckptx.untrusted.printable import escape_strings, one_line
 
 _MAX_CELLS = 4096  # more ranks are not drawn
-_MAX_BARS = 2048
+_MAX_BARS = 2048  # with more holders, a bar is the maximum of several neighbors
 _MAX_ROWS = 400  # patterns listed without a search
-_MAX_RANKS_WITH_BYTES = 64  # up to this many ranks, cells show their bytes,
-_MAX_TP_WITH_BYTES = 12  # if a line has at most this many cells, for 1,300 px
-_MAX_CELLS_PER_LINE = 32  # cells in a line; further TP ranks wrap to the next line
-_MAX_OUTSIDE_NAMES = 4
+# Cells show their bytes if there are at most this many holders and TP ranks, so that a line fits in 1,300 px.
+_MAX_HOLDERS_WITH_BYTES = 64
+_MAX_TP_WITH_BYTES = 12
+_MAX_CELLS_PER_LINE = 32  # further TP ranks wrap to the next line
+_MAX_OUTSIDE_NAMES = 4  # modules outside layers listed per stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class LayoutHeading:
 
 @dataclass(frozen=True, slots=True)
 class RankCell:
-    """A rank, or a file, in the drawing of its stage.
+    """A holder in the drawing of its stage.
 
     Attributes:
         index: Index among all holders.
@@ -92,8 +95,8 @@ class MeshStage:
         title: Name of the stage.
         nbytes: Bytes of tensor data.
         layers: Layers of the stage, in words.
-        modules_outside_layers: Names of modules outside layers.
-        cells_kind: CSS class of the list of cells; None if there are too many to draw.
+        modules_outside_layers: Names of modules outside layers; the last item may be the number of further ones.
+        cells_class: CSS classes of the list of cells; None if there are too many to draw.
         columns: Headers of the columns of cells.
         cells: Cells, row by row.
     """
@@ -102,7 +105,7 @@ class MeshStage:
     nbytes: int
     layers: str
     modules_outside_layers: Sequence[str]
-    cells_kind: str | None
+    cells_class: str | None
     columns: Sequence[str]
     cells: Sequence[RankCell]
 
@@ -133,13 +136,13 @@ class Bar:
     """Bytes of a holder, or the maximum of several, in a chart that is 100 high.
 
     Attributes:
-        x: Left edge; a holder is 1 wide.
+        x: Left edge; each bar has a slot of width 1.
         y: Upper edge.
         width: Width.
         height: Height.
         index: Index of the holder; None for several.
-        hue: Hue, in degrees of OKLCH.
-        lightness: Lightness, in OKLCH.
+        hue: Hue of the bar in OKLCH, in degrees.
+        lightness: Lightness of the bar in OKLCH, 0 to 1.
     """
 
     x: str
@@ -158,20 +161,20 @@ class Chart:
     Attributes:
         kind: "rank" or "file".
         balance: Mean and extremes, in words.
-        top: Bytes of the largest holder.
-        mean: Distance of the mean from the upper edge, in percent.
+        largest: Bytes of the largest holder, which the upper edge stands for.
+        mean_y: Distance of the mean from the upper edge, in percent.
         bars: A bar for each holder, or for each group of neighbors.
-        first: Label of the first bar.
-        last: Label of the last bar.
+        first_label: Label of the first bar.
+        last_label: Label of the last bar.
     """
 
     kind: str
     balance: str
-    top: int
-    mean: float
+    largest: int
+    mean_y: float
     bars: Sequence[Bar]
-    first: str
-    last: str
+    first_label: str
+    last_label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +183,8 @@ class TensorRow:
 
     Attributes:
         index: Index among all groups.
-        target: Name of the first tensor, quoted for a URL.
-        symbol: Id of the thumbnail.
+        first_name: Name of the first tensor, quoted for a URL.
+        thumbnail_id: Id of the thumbnail.
         pattern: Pattern of names.
         count: Number of tensors that match.
         dtype: Dtype of the tensors.
@@ -190,8 +193,8 @@ class TensorRow:
     """
 
     index: int
-    target: Markup
-    symbol: str
+    first_name: Markup
+    thumbnail_id: str
     pattern: str
     count: int
     dtype: str
@@ -200,11 +203,11 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
-    """The list of tensors.
+class TensorList:
+    """The list of tensors by pattern.
 
     Attributes:
-        lead: Numbers of tensors and patterns.
+        lead: Numbers of tensors, patterns and sharded tensors, as a sentence.
         rows: Patterns that are listed before a search.
         note: Note that there are more patterns; "" if all are listed.
     """
@@ -215,7 +218,7 @@ class Tensors:
 
 
 def layout_page(report: InspectionReport, layout: Layout) -> str:
-    """Return the page.
+    """Return the page as HTML.
 
     Args:
         report: Report of `inspect`.
@@ -262,9 +265,9 @@ def _mesh(layout: Layout) -> Mesh:
     note = f"Meshes of more than {_MAX_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
     return Mesh(
         title="Mesh" if layout.has_ranks else "Files",
-        description=_mesh_sentence(layout),
+        description=_mesh_description(layout),
         note=note if len(layout.holders) > _MAX_CELLS else "",
-        shows_bytes=len(layout.holders) <= _MAX_RANKS_WITH_BYTES and tp <= _MAX_TP_WITH_BYTES,
+        shows_bytes=len(layout.holders) <= _MAX_HOLDERS_WITH_BYTES and tp <= _MAX_TP_WITH_BYTES,
         cells_per_line=_cells_per_line(tp),
         stages=[_mesh_stage(layout, stage, holders) for stage, holders in layout.holders_by_stage()],
     )
@@ -276,7 +279,7 @@ def _cells_per_line(tp: int) -> int:
     return -(-tp // lines)
 
 
-def _mesh_sentence(layout: Layout) -> Markup:
+def _mesh_description(layout: Layout) -> Markup:
     if not layout.has_ranks:
         text = "Files are not assigned to ranks"
         return Markup("{}.").format(
@@ -307,14 +310,14 @@ def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) ->
     if len(outside) > _MAX_OUTSIDE_NAMES:
         names.append(f"{len(outside) - _MAX_OUTSIDE_NAMES:,} more")
     is_drawn = len(layout.holders) <= _MAX_CELLS
-    kind = "cells" if dims is not None else "cells loose" if layout.has_ranks else "cells names"
+    cells_class = "cells" if dims is not None else "cells loose" if layout.has_ranks else "cells names"
     columns = [f"{'tp ' if tp == 0 else ''}{tp}" for tp in range(dims.tp)] if dims is not None else []
     return MeshStage(
         title="files" if not layout.has_ranks else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
         layers=format_layer_spans(spans) if spans else "no layers",
         modules_outside_layers=names,
-        cells_kind=kind if is_drawn else None,
+        cells_class=cells_class if is_drawn else None,
         columns=columns if is_drawn and dims is not None and _cells_per_line(dims.tp) == dims.tp else [],
         cells=list(_cells(layout, holders)) if is_drawn else [],
     )
@@ -333,7 +336,7 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
         )
         yield RankCell(
             index=index,
-            line_label=_line_label(holder, is_whole=_cells_per_line(dims.tp) == dims.tp)
+            line_label=_line_label(holder, has_all_tp_ranks=_cells_per_line(dims.tp) == dims.tp)
             if dims is not None and begins_line
             else None,
             label=holder.label if holder.rank is None else str(holder.rank),
@@ -345,9 +348,9 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
         )
 
 
-def _line_label(holder: Holder, *, is_whole: bool) -> str:
+def _line_label(holder: Holder, *, has_all_tp_ranks: bool) -> str:
     """Return the label of a line of cells: its DP rank and, if lines are wrapped, its first TP rank."""
-    if is_whole:
+    if has_all_tp_ranks:
         return f"{'dp ' if holder.dp == 0 else ''}{holder.dp}"
     return f"dp {holder.dp} tp {holder.tp}"
 
@@ -358,44 +361,46 @@ def _chart(layout: Layout) -> Chart | None:
     if balance is None:
         return None
     sizes = [holder.nbytes for holder in layout.holders]
-    step = -(-len(sizes) // _MAX_BARS)
-    largest = [max(sizes[start : start + step]) for start in range(0, len(sizes), step)]
+    holders_per_bar = -(-len(sizes) // _MAX_BARS)
+    bar_sizes = [max(sizes[start : start + holders_per_bar]) for start in range(0, len(sizes), holders_per_bar)]
     colors = holder_colors(layout)
-    gap = 0.12 if len(largest) <= 256 else 0.0
-    top = balance["max"]
+    gap = 0.12 if len(bar_sizes) <= 256 else 0.0
+    largest = balance["max"]
     bars = []
-    for index, size in enumerate(largest):
-        hue, lightness = colors[index * step % len(colors)]
-        height = round(100 * size / top, 2)
+    for index, size in enumerate(bar_sizes):
+        hue, lightness = colors[index * holders_per_bar % len(colors)]
+        height = round(100 * size / largest, 2)
         bars.append(
             Bar(
                 x=f"{index + gap:g}",
                 y=f"{100 - height:g}",
                 width=f"{1 - 2 * gap:g}",
                 height=f"{height:g}",
-                index=index if step == 1 else None,
+                index=index if holders_per_bar == 1 else None,
                 hue=hue,
                 lightness=lightness,
             )
         )
-    ends = (layout.holders[0].label, layout.holders[-1].label) if layout.has_ranks else ("first file", "last file")
+    first_label, last_label = (
+        (layout.holders[0].label, layout.holders[-1].label) if layout.has_ranks else ("first file", "last file")
+    )
     return Chart(
         kind="rank" if layout.has_ranks else "file",
         balance=balance_text(balance),
-        top=top,
-        mean=round(100 - 100 * balance["mean"] / top, 2),
+        largest=largest,
+        mean_y=round(100 - 100 * balance["mean"] / largest, 2),
         bars=bars,
-        first=ends[0],
-        last=ends[1],
+        first_label=first_label,
+        last_label=last_label,
     )
 
 
-def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -> Tensors:
+def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -> TensorList:
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
     sharded = f"{layout.sharded_count:,}" if layout.sharded_count else "none"
     num_unlisted = len(groups) - _MAX_ROWS
-    return Tensors(
+    return TensorList(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
         "Select a tensor to see its shards.",
         rows=[_tensor_row(layout, index, group) for index, group in listed_groups],
@@ -405,17 +410,17 @@ def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -
 
 def _first_groups(layout: Layout) -> list[tuple[int, TensorGroup]]:
     """Return the first `_MAX_ROWS` groups with their indices, sorted so that groups of one pattern are adjacent."""
-    order = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
-    return sorted(enumerate(layout.groups), key=lambda item: order[item[1].pattern])[:_MAX_ROWS]
+    first_index = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
+    return sorted(enumerate(layout.groups), key=lambda item: first_index[item[1].pattern])[:_MAX_ROWS]
 
 
 def _tensor_row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
-    first_holder, members = next(iter(group.indices_by_holder.items()))
+    first_holder, indices = next(iter(group.indices_by_holder.items()))
     sharding = layout.shardings[group.sharding_index]
     return TensorRow(
         index=index,
-        target=Markup(quote(one_line(tensor_name(group.pattern, members[0]), max_length=0), safe="")),
-        symbol=thumbnail_id(layout, group.sharding_index, first_holder),
+        first_name=Markup(quote(one_line(tensor_name(group.pattern, indices[0]), max_length=0), safe="")),
+        thumbnail_id=thumbnail_id(layout, group.sharding_index, first_holder),
         pattern=group.pattern,
         count=group.count,
         dtype=group.dtype.name,

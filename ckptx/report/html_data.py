@@ -13,19 +13,25 @@ from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct
 
 _WIDTH, _HEIGHT = 48, 32  # size of a thumbnail in pixels
 _MAX_THUMBNAIL_SHARDS = 64  # largest number of rectangles in a thumbnail
-_MAX_FILES = 6  # files named per rank
+_MAX_FILES = 6  # file names listed per holder
 
 
 class Axes(NamedTuple):
-    """Dims of a tensor that are drawn `down` and `across` (None if it has too few), and the `others`."""
+    """Dims of a tensor on the axes of its drawing.
 
-    down: int | None
-    across: int | None
-    others: tuple[int, ...]
+    Attributes:
+        vertical: Dim that is drawn from top to bottom; None for a tensor of fewer than two dims.
+        horizontal: Dim that is drawn from left to right; None for a scalar.
+        undrawn: All other dims.
+    """
+
+    vertical: int | None
+    horizontal: int | None
+    undrawn: tuple[int, ...]
 
 
 def drawn_axes(sharding: Sharding) -> Axes:
-    """Return the two dims to draw: sharded dims first, then the longest; the lower dim is drawn down."""
+    """Return the two dims to draw: sharded dims first, then the longest; the first of both is vertical."""
     dims = range(len(sharding.shape))
     if len(dims) < 2:
         return Axes(None, 0 if len(dims) else None, ())
@@ -45,7 +51,9 @@ def sharding_text(sharding: Sharding) -> str:
 
 def _count_splits(sharding: Sharding, dim: int) -> int:
     """Count the distinct spans along a dim, by sorting, as untrusted numbers can be made to collide in a hash table."""
-    spans = sorted((p.region.offsets[dim], p.region.sizes[dim]) for p in sharding.shards if p.region.numel)
+    spans = sorted(
+        (shard.region.offsets[dim], shard.region.sizes[dim]) for shard in sharding.shards if shard.region.numel
+    )
     return sum(1 for _ in groupby(spans))
 
 
@@ -69,13 +77,21 @@ def holder_colors(layout: Layout) -> list[tuple[int, float]]:
 
 
 def tensor_name(pattern: str, numbers: str) -> str:
-    """Return the name of a tensor from its pattern and the numbers for its stars."""
+    """Return the name of a tensor.
+
+    Args:
+        pattern: Pattern of its name, such as "layers.*.mlp.experts.*.weight".
+        numbers: Numbers that replace the stars, joined by dots, such as "3.17".
+    """
     remaining = iter(numbers.split(".") if numbers else ())
     return ".".join(next(remaining, "*") if part == "*" else part for part in pattern.split("."))
 
 
 def page_data(layout: Layout) -> dict[str, Any]:
-    """Return the data of the script. Holders are indices, in a sharding relative to the first holder of the tensor."""
+    """Return the data that layout.js reads.
+
+    A holder is an index into "holders"; in a sharding, the index is relative to the first holder of the tensor.
+    """
     return {
         "unit": "rank" if layout.has_ranks else "file",
         "colors": holder_colors(layout),
@@ -98,7 +114,7 @@ def page_data(layout: Layout) -> dict[str, Any]:
                 group.pattern,
                 group.dtype.name,
                 group.sharding_index,
-                [[first_holder, " ".join(m)] for first_holder, m in group.indices_by_holder.items()],
+                [[first_holder, " ".join(indices)] for first_holder, indices in group.indices_by_holder.items()],
             ]
             for group in layout.groups
         ],
@@ -110,9 +126,9 @@ def _sharding_row(sharding: Sharding) -> dict[str, Any]:
     return {
         "shape": sharding.shape,
         "text": sharding_text(sharding),
-        "down": axes.down,
-        "across": axes.across,
-        "others": axes.others,
+        "vertical": axes.vertical,
+        "horizontal": axes.horizontal,
+        "undrawn": axes.undrawn,
         "shards": [[holders, region.offsets, region.sizes] for region, holders in distinct_regions(sharding)],
     }
 
@@ -130,15 +146,15 @@ def thumbnail_id(layout: Layout, sharding_index: int, first_holder: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A shard in a thumbnail.
+    """A shard in a thumbnail; lengths are in pixels.
 
     Attributes:
         x: Left edge.
         y: Upper edge.
         width: Width.
         height: Height.
-        hue: Hue of the first holder, in degrees of OKLCH.
-        lightness: Lightness of the first holder, in OKLCH.
+        hue: Hue of the first holder in OKLCH, in degrees.
+        lightness: Lightness of the first holder in OKLCH, 0 to 1.
         is_replicated: True if several holders have the shard.
     """
 
@@ -157,10 +173,10 @@ class Thumbnail:
 
     Attributes:
         id: Id that `<use>` refers to.
-        width: Width of the picture.
-        height: Height of the picture.
-        text: Shown instead of shards if there are none or too many to draw; None if shards are drawn.
-        boxes: Shards.
+        width: Width in pixels.
+        height: Height in pixels.
+        text: Text to show if there are no shards, or too many to draw; None if shards are drawn.
+        boxes: Shards that are drawn.
     """
 
     id: str
@@ -171,7 +187,7 @@ class Thumbnail:
 
 
 def thumbnails(layout: Layout, groups: Iterable[TensorGroup]) -> list[Thumbnail]:
-    """Return the thumbnails of these tensors, each once."""
+    """Return the thumbnails of these groups, each once."""
     by_id: dict[str, Thumbnail] = {}
     for group in groups:
         first_holder = next(iter(group.indices_by_holder))
@@ -185,27 +201,27 @@ def _thumbnail(key: str, layout: Layout, sharding: Sharding, first_holder: int) 
     colors, axes = holder_colors(layout), drawn_axes(sharding)
     shards = distinct_regions(sharding)
     if shards:
-        other_spans = _other_spans(shards[0][0], axes)
-        shards = [item for item in shards if _other_spans(item[0], axes) == other_spans]
+        undrawn_spans = _undrawn_spans(shards[0][0], axes)
+        shards = [item for item in shards if _undrawn_spans(item[0], axes) == undrawn_spans]
     if not shards or len(shards) > _MAX_THUMBNAIL_SHARDS:
         return Thumbnail(key, _WIDTH, _HEIGHT, f"{len(shards):,}" if shards else "empty", [])
     boxes = []
     for region, holders in shards:
-        x, width = _drawn_span(sharding, region, axes.across, _WIDTH)
-        y, height = _drawn_span(sharding, region, axes.down, _HEIGHT)
+        x, width = _drawn_span(sharding, region, axes.horizontal, _WIDTH)
+        y, height = _drawn_span(sharding, region, axes.vertical, _HEIGHT)
         hue, lightness = colors[(first_holder + holders[0]) % len(colors)]
         boxes.append(Box(x, y, width, height, hue, lightness, len(holders) > 1))
     return Thumbnail(key, _WIDTH, _HEIGHT, None, boxes)
 
 
-def _other_spans(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:
-    return tuple((region.offsets[dim], region.sizes[dim]) for dim in axes.others)
+def _undrawn_spans(region: Region, axes: Axes) -> tuple[tuple[int, int], ...]:
+    return tuple((region.offsets[dim], region.sizes[dim]) for dim in axes.undrawn)
 
 
-def _drawn_span(sharding: Sharding, region: Region, dim: int | None, room: int) -> tuple[float, float]:
-    """Return start and length of a rectangle along a dim, in a picture `room` wide, with a gap between neighbors."""
+def _drawn_span(sharding: Sharding, region: Region, dim: int | None, extent: int) -> tuple[float, float]:
+    """Return start and length of a shard along a dim that is `extent` pixels long, with a gap between neighbors."""
     if dim is None:
-        return (0, room)
-    begin, size = region.offsets[dim] * room / sharding.shape[dim], region.sizes[dim] * room / sharding.shape[dim]
+        return (0, extent)
+    begin, size = region.offsets[dim] * extent / sharding.shape[dim], region.sizes[dim] * extent / sharding.shape[dim]
     gap = 0.5 if size > 2 and region.sizes[dim] < sharding.shape[dim] else 0
     return round(begin, 2), round(max(size - gap, 0.3), 2)

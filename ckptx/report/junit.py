@@ -1,10 +1,10 @@
 """JUnit XML of `robustness`, which GitHub, GitLab and Jenkins show with other tests.
 
-JUnit XML has no standard. All of them read this subset: `testsuites` with one `testsuite` with counts and `properties`,
-and a `testcase` with `classname`, `name`, `time` and at most one `failure`, `error` or `skipped`. A phase is a test
-case, and so is each of its oracles, in a class named after the phase. A failing phase reports all of its failures, an
-oracle its own, and both fail, as a reader may look at either. XML 1.0 cannot contain most control characters, not even
-as character references; they are written as escapes.
+JUnit XML has no standard. All three services read this subset: `testsuites` with one `testsuite` with counts and
+`properties`, and a `testcase` with `classname`, `name`, `time` and at most one `failure`, `error` or `skipped`. A phase
+is a test case, and so is each of its oracles, in a class named after the phase. If an oracle fails, its test case and
+that of its phase fail: the phase lists all failures, the oracle its own. XML 1.0 cannot contain most control
+characters, not even as character references; they are written as escapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 from ckptx.publishing.report_file import XML_HEAD
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
-from ckptx.report.robustness_text import (
+from ckptx.report.robustness_phrases import (
     cause_text,
     differing_items,
     failing_oracles,
@@ -41,7 +41,7 @@ _MAX_ITEMS = 40
 
 
 def junit_xml(report: Report, recipe: str) -> str:
-    """Return the document.
+    """Return the report as JUnit XML.
 
     Args:
         report: Report of `robustness`; a plain `Report` is that of a failed run, and becomes an `error`.
@@ -84,13 +84,13 @@ def junit_xml(report: Report, recipe: str) -> str:
 def _add_properties(suite: ET.Element, report: RobustnessReport) -> None:
     values = {
         "recipe_file": report.recipe_file,
-        **({"mesh": ranks} if (ranks := mesh_text(report)) else {}),
+        **({"mesh": mesh} if (mesh := mesh_text(report)) else {}),
         "trainer": report.trainer,
         "out": report.output_dir,
         **{f"set {key}": value for key, value in report.settings.items()},
         **({"injected fault": report.injected_fault} if report.injected_fault else {}),
         **({"cause": cause} if (cause := cause_text(report)) else {}),
-        **{f"noise of {what}": text for what in ("loss", "logits") if (text := noise_text(report, what))},
+        **{f"noise of {quantity}": text for quantity in ("loss", "logits") if (text := noise_text(report, quantity))},
         **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened_oracles(report)},
         **report.environment,
     }
@@ -153,5 +153,5 @@ def _xml_text(text: str) -> str:
 
 
 def _escape_class_name(name: str) -> str:
-    """Return a name as part of a class name, which readers split at dots."""
+    """Return a name without dots, slashes and whitespace, as the services split a class name at its dots."""
     return re.sub(r"[.\s/]+", "_", name) or "_"

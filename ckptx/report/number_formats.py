@@ -1,4 +1,6 @@
-"""Numbers that several reports show: one function computes each, and one formats it.
+"""Numbers that several reports show; one function computes each number, and one formats it.
+
+number                             computed by; formatted by
 
 written, stored, copies, aliases   counted by `conversion.ledger`; `stored_text`, `written_text`
 bytes read                         `TensorReader.bytes_read`, summed over readers and ranks; `bytes_read_text`
@@ -27,7 +29,7 @@ def peak_of_processes(peaks_bytes: Iterable[int], *, are_ranks: bool) -> PeakOfP
 
     Args:
         peaks_bytes: Peak resident set size of each process, in bytes.
-        are_ranks: True for the ranks of one run; False for this process alone.
+        are_ranks: True if the processes are the ranks of one run; False if this process is the only one.
     """
     return {"peak_rss": max(peaks_bytes), "peak_rss_of": LARGEST_RANK if are_ranks else THIS_PROCESS}
 
@@ -61,7 +63,7 @@ def written_text(output_bytes: int, written_bytes: int) -> str:
 
     Args:
         output_bytes: Bytes of all files of the output.
-        written_bytes: Bytes of them that this run wrote; 0 for none.
+        written_bytes: Bytes of these files that this run wrote; 0 if it wrote nothing.
     """
     earlier_bytes = output_bytes - written_bytes
     earlier_text = (

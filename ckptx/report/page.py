@@ -24,19 +24,19 @@ from ckptx.wording import counted
 
 
 def render_page(template: str, title: str, styles: Iterable[str], script: str | None = None, **content: Any) -> str:
-    """Return a page that loads nothing, as its Content-Security-Policy requires.
+    """Return the HTML of a page that loads nothing, as its Content-Security-Policy requires.
 
     Args:
         template: Name of a template that extends `page.html`.
         title: Title of the page.
         styles: Names of the style sheets after `page.css`.
-        script: The only script that may run; None for none.
+        script: JavaScript of the page, the only script that may run; None for a page without scripts.
         **content: Variables of the template.
     """
     digest = b64encode(hashlib.sha256((script or "").encode()).digest()).decode()
     scripts = "" if script is None else f" script-src 'sha256-{digest}';"
-    loaded = _environment().get_template(template)
-    return loaded.render(
+    page_template = _environment().get_template(template)
+    return page_template.render(
         title=title,
         generator=Markup(GENERATOR),
         policy=Markup(f"default-src 'none'; style-src 'unsafe-inline';{scripts} base-uri 'none'"),

@@ -17,8 +17,8 @@ from markupsafe import Markup
 WIDTH, HEIGHT = 1000, 400  # units of the drawing
 _MAX_STEP_LABELS = 9
 _MAX_DOTS = 60  # points of a run; a longer run is drawn as a line only
-_MIN_DECADE = -12
-_NONFINITE_Y, _FINITE_TOP = 12, 46  # height of NaN and infinity, and the upper edge of the finite numbers
+_MIN_EXPONENT = -12  # smallest power of 10 on a log scale
+_NONFINITE_Y, _FINITE_TOP = 12, 46  # distances from the top: of NaN and infinity, and of the largest finite number
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Label:
     Attributes:
         text: Label.
         style: Position, as CSS.
-        kind: CSS class; "" for none.
+        css_class: CSS class; "" for none.
         title: Full text for the tooltip; "" for none.
     """
 
     text: str
     style: str
-    kind: str = ""
+    css_class: str = ""
     title: str = ""
 
 
@@ -64,7 +64,7 @@ class Plot:
         label: Accessible name of the plot.
         ticks: Tick labels of the vertical axis.
         x_labels: Labels of the horizontal axis.
-        shapes: SVG elements.
+        shapes: SVG elements of the drawing.
         overlay_labels: Labels on top of the drawing.
         width: Width of the drawing, in its own units.
         height: Height of the drawing, in its own units.
@@ -85,12 +85,12 @@ class Plot:
 
 
 class RunCurve(NamedTuple):
-    """A run, with a number at each of its steps.
+    """Curve of one run: its loss, or its difference from the first run, at each step.
 
     Attributes:
         name: Name of the run in the report.
         color: Number of its color in report.css.
-        points: Pairs of step and number, which may be NaN.
+        points: Pairs of step and value, which may be NaN or infinite.
     """
 
     name: str
@@ -103,20 +103,20 @@ class NoiseBand(NamedTuple):
 
     Attributes:
         noise: Measured noise; None if it was not measured.
-        limit: Tolerance; None if no phase has one.
+        tolerance: Tolerance of the difference; None if no phase has one.
     """
 
     noise: float | None
-    limit: float | None
+    tolerance: float | None
 
 
 def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
-    """Plot numbers over steps, the first run as a broad line below the others; None if there is no number."""
+    """Plot losses over steps, the first run as a broad line behind the others; None if no loss is finite."""
     steps = _steps(runs)
-    numbers = [number for run in runs for _, number in run.points if isfinite(number)]
-    if not steps or not numbers:
+    losses = [loss for run in runs for _, loss in run.points if isfinite(loss)]
+    if not steps or not losses:
         return None
-    low, high = min(numbers), max(numbers)
+    low, high = min(losses), max(losses)
     margin = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
     low, high = low - margin, high + margin
     has_nonfinite = _has_nonfinite(runs)
@@ -125,10 +125,10 @@ def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
         top = _FINITE_TOP if has_nonfinite else 0
         return top + (HEIGHT - top) * (high - value) / (high - low)
 
-    values = [(low + (high - low) * part / 4) for part in range(5)]
+    tick_values = [(low + (high - low) * part / 4) for part in range(5)]
     ticks = [
         *([Tick(_NONFINITE_Y, "nan")] if has_nonfinite else []),
-        *(Tick(y(value), f"{value:.4g}") for value in values),
+        *(Tick(y(value), f"{value:.4g}") for value in tick_values),
     ]
     shapes = [shape for index, run in enumerate(runs) for shape in _draw_curve(run, steps, y, is_first=index == 0)]
     return Plot(f"loss over steps of {', '.join(run.name for run in runs)}", ticks, _step_labels(steps), shapes)
@@ -137,32 +137,32 @@ def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
 def plot_differences(runs: Sequence[RunCurve], band: NoiseBand) -> Plot | None:
     """Plot the differences of runs from the first, on a log scale; None if there are no steps.
 
-    Equal numbers are drawn at the bottom, NaN and infinity above the top.
+    Differences of 0 are drawn at the bottom, NaN and infinity at the top.
     """
     steps = _steps(runs)
-    values = [band.noise, band.limit, *(number for run in runs for _, number in run.points)]
-    sizes = [value for value in values if value is not None and isfinite(value) and value > 0]
+    values = [band.noise, band.tolerance, *(value for run in runs for _, value in run.points)]
+    positive_values = [value for value in values if value is not None and isfinite(value) and value > 0]
     if not steps:
         return None
-    first = max(_MIN_DECADE, floor(log10(min(sizes)))) if sizes else -1
-    last = max(first + 1, floor(log10(max(sizes))) + 1) if sizes else 0
-    decades = last - first
+    low = max(_MIN_EXPONENT, floor(log10(min(positive_values)))) if positive_values else -1  # exponents of 10
+    high = max(low + 1, floor(log10(max(positive_values))) + 1) if positive_values else 0
+    decades = high - low
 
     def y(value: float) -> float:
         if value <= 0:
             return HEIGHT - 12.0
-        decades_above_first = (log10(value) - first) / decades
-        return _FINITE_TOP + (1 - min(1.0, max(0.0, decades_above_first))) * (HEIGHT - _FINITE_TOP - 60)
+        fraction = (log10(value) - low) / decades
+        return _FINITE_TOP + (1 - min(1.0, max(0.0, fraction))) * (HEIGHT - _FINITE_TOP - 60)
 
     shapes = []
-    for name, value in (("limit", band.limit), ("noise", band.noise)):
+    for css_class, value in (("tolerance", band.tolerance), ("noise", band.noise)):
         if value is not None and isfinite(value) and value > 0:
-            shapes.append(svg_rect(name, 0, y(value), WIDTH, HEIGHT))
-            shapes.append(svg_path(name, f"M0 {y(value):.1f}H{WIDTH}"))
+            shapes.append(svg_rect(css_class, 0, y(value), WIDTH, HEIGHT))
+            shapes.append(svg_path(css_class, f"M0 {y(value):.1f}H{WIDTH}"))
     for run in runs:
         shapes += _draw_curve(run, steps, y, is_first=False)
     decades_per_tick = -(-decades // 5)
-    ticks = [Tick(y(10.0**power), f"1e{power}") for power in range(first, last + 1, decades_per_tick)]
+    ticks = [Tick(y(10.0**power), f"1e{power}") for power in range(low, high + 1, decades_per_tick)]
     ticks.append(Tick(y(0.0), "equal"))
     if _has_nonfinite(runs):
         ticks.append(Tick(_NONFINITE_Y, "nan"))
@@ -170,17 +170,17 @@ def plot_differences(runs: Sequence[RunCurve], band: NoiseBand) -> Plot | None:
     return Plot(f"difference of {names} from the first run", ticks, _step_labels(steps), shapes)
 
 
-def svg_path(kind: str, d: str) -> Markup:
+def svg_path(css_class: str, d: str) -> Markup:
     """Return an SVG path."""
-    return Markup('<path class="{}" d="{}"/>').format(kind, d)
+    return Markup('<path class="{}" d="{}"/>').format(css_class, d)
 
 
-def svg_rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> Markup:
+def svg_rect(css_class: str, x: float, y: float, width: float, height: float, title: str = "") -> Markup:
     """Return an SVG rectangle; `title` is its tooltip."""
     attributes = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
     if not title:
-        return Markup('<rect class="{}" {}/>').format(kind, Markup(attributes))
-    return Markup('<rect class="{}" {}><title>{}</title></rect>').format(kind, Markup(attributes), title)
+        return Markup('<rect class="{}" {}/>').format(css_class, Markup(attributes))
+    return Markup('<rect class="{}" {}><title>{}</title></rect>').format(css_class, Markup(attributes), title)
 
 
 def _steps(runs: Sequence[RunCurve]) -> list[float]:
@@ -188,7 +188,7 @@ def _steps(runs: Sequence[RunCurve]) -> list[float]:
 
 
 def _has_nonfinite(runs: Sequence[RunCurve]) -> bool:
-    return any(not isfinite(number) for run in runs for _, number in run.points)
+    return any(not isfinite(value) for run in runs for _, value in run.points)
 
 
 def _x(step: float, steps: Sequence[float]) -> float:
@@ -201,27 +201,26 @@ def _draw_curve(
 ) -> Iterator[Markup]:
     """Draw a run as a line and dots; NaN and infinity leave a gap and are dots at the top."""
     line, dots, is_drawing = "", "", False
-    for step, number in run.points:
-        if not isfinite(number):
+    for step, value in run.points:
+        if not isfinite(value):
             yield svg_path("dot nan", f"M{_x(step, steps):.1f} {_NONFINITE_Y}h0")
             is_drawing = False
             continue
-        position = f"{_x(step, steps):.1f} {y(number):.1f}"
+        position = f"{_x(step, steps):.1f} {y(value):.1f}"
         line += f"{'L' if is_drawing else 'M'}{position}"
         dots += f"M{position}h0"
         is_drawing = True
-    kind = f"{'first' if is_first else 'run'} c{run.color}"
+    css_class = f"{'first' if is_first else 'run'} c{run.color}"
     if line:
-        yield svg_path(kind, line)
+        yield svg_path(css_class, line)
     if len(run.points) <= _MAX_DOTS and dots:
-        yield svg_path(f"dot {kind}", dots)
+        yield svg_path(f"dot {css_class}", dots)
 
 
 def _step_labels(steps: Sequence[float]) -> list[Label]:
-    ticks = enumerate(_labeled_steps(steps))
     return [
         Label(f"{step:g}" if index else f"step {step:g}", f"left:{100 * _x(step, steps) / WIDTH:.2f}%")
-        for index, step in ticks
+        for index, step in enumerate(_labeled_steps(steps))
     ]
 
 

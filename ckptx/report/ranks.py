@@ -9,13 +9,13 @@ from ckptx.model_view.rank_layout import Holder, Layout, format_layer_spans, lay
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
-_MAX_RANKS = 64  # more are summarized by stage
-_NUM_EXTREMES = 3
+_MAX_ROWS = 64  # more ranks are summarized by stage; more files or stages are not listed
+_NUM_EXTREMES = 3  # largest and smallest ranks listed below the summary
 _MAX_LAYERS_LENGTH = 60  # characters
 
 
 def layout_report(layout: Layout) -> RanksOfInspection:
-    """Return the mesh and its balance, with a row for each file if no file name has a rank."""
+    """Return the mesh and the balance of its ranks, with a row for each file if no file name has a rank."""
     dims, mesh = layout.dims, None
     if dims is not None:
         stages = [layer_spans(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
@@ -49,14 +49,14 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
     ]
 
 
-def mesh_text(layout: dict[str, Any] | None, ranks: int) -> str:
-    """Return the mesh in words: `tp 2 x pp 1 x dp_shard 2, 4 ranks`."""
-    if not ranks:
+def mesh_text(layout: dict[str, Any] | None, num_ranks: int) -> str:
+    """Return the mesh: `tp 2 x pp 1 x dp_shard 2, 4 ranks`."""
+    if not num_ranks:
         return "not sharded"
     if layout is None:
-        return f"unknown, {counted(ranks, 'rank')} from file names"
+        return f"unknown, {counted(num_ranks, 'rank')} from file names"
     sizes = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    return f"{sizes}, {counted(ranks, 'rank')}"
+    return f"{sizes}, {counted(num_ranks, 'rank')}"
 
 
 def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -74,7 +74,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     lines.append(f"  sharded       {sharded}")
     if not rows:
         lines += _file_lines(mesh_report.by_file or ())
-    elif len(rows) <= _MAX_RANKS:
+    elif len(rows) <= _MAX_ROWS:
         lines += _table(_RANK_COLUMNS, [_rank_cells(row, mesh_report.balance) for row in rows])
     else:
         lines += _summary_lines(rows, mesh_report.balance)
@@ -84,7 +84,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
 
 
 def balance_text(balance: dict[str, Any]) -> str:
-    """Return mean and extremes of the bytes of ranks."""
+    """Return mean and extremes of the bytes per rank, or per file if no file name has a rank."""
     most, least = (
         f"{human_bytes(balance[end])}{'' if rank is None else f' (rank {rank})'}"
         for end, rank in (("max", balance["max_rank"]), ("min", balance["min_rank"]))
@@ -108,7 +108,7 @@ def _rank_cells(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str
 
 
 def _file_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    shown = rows[:_MAX_RANKS]
+    shown = rows[:_MAX_ROWS]
     cells = [[r["file"], _layers_text(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
     num_unlisted = len(rows) - len(shown)
     more = [f"    and {counted(num_unlisted, 'more file')}, --json lists all"] if num_unlisted else []
@@ -122,7 +122,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
         by_stage.setdefault(row["stage"], []).append(row)
     shown = sorted(by_stage.items(), key=lambda item: (item[0] is None, item[0]))
     cells = []
-    for stage, members in shown[:_MAX_RANKS]:
+    for stage, members in shown[:_MAX_ROWS]:
         sizes = [row["bytes"] for row in members]
         layers = layer_spans(
             (path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop)
@@ -140,8 +140,8 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
             ]
         )
     lines = _table(("stage", "ranks", "layers", "min", "mean", "max", "vs mean"), cells)
-    if len(shown) > _MAX_RANKS:
-        lines.append(f"    and {counted(len(shown) - _MAX_RANKS, 'more stage')}, --json lists all ranks")
+    if len(shown) > _MAX_ROWS:
+        lines.append(f"    and {counted(len(shown) - _MAX_ROWS, 'more stage')}, --json lists all ranks")
     ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
     extremes = [*ordered[:_NUM_EXTREMES], *ordered[-_NUM_EXTREMES:]]
     lines.append("    largest and smallest ranks; --json lists all")

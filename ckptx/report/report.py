@@ -32,7 +32,7 @@ R = TypeVar("R", bound="Report")
 
 
 class Log:
-    """Notes of a run, in the order of its steps. It also serves a run that fails, which has no report."""
+    """Notes of a run, in the order of its steps. They are kept even if the run fails and makes no report."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -43,7 +43,7 @@ class Log:
         return value
 
     def note(self, *notes: str) -> None:
-        """Record notes without a value; a note of two steps is kept once."""
+        """Record notes without a value; a note of several steps is kept once."""
         self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
 
 
@@ -63,7 +63,7 @@ class Report:
         tensors: Number of tensor names in the checkpoint that was written or read; for a comparison, in the reference.
         bytes_read: Bytes of tensor data read.
         bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
-        aliases: Names in that checkpoint that share the bytes of another name -> that name.
+        aliases: Names in the checkpoint that share the bytes of another name -> that other name.
         ties: Decisions on tied weights: target, source, case, action, evidence.
         dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
@@ -73,7 +73,7 @@ class Report:
         seconds: Wall-clock time in seconds.
         gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
         peak_rss: Peak resident set size in bytes, of the process named by `peak_rss_of`.
-        peak_rss_of: Process with that peak: "this process", or "largest rank" or "largest process" of several.
+        peak_rss_of: Process of `peak_rss`: "this process", or "largest rank" or "largest process" of several.
     """
 
     commands: ClassVar[Sequence[str]] = ()
@@ -167,13 +167,13 @@ def written_gb_per_s(report: Report, seconds: float) -> float:
 
 
 def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
-    """Count tensors by name of their dtype, sorted."""
+    """Return the number of tensors by name of their dtype, sorted by name."""
     counts = Counter(entry.dtype for entry in tensors)
     return dict(sorted((dtype.name, count) for dtype, count in counts.items()))
 
 
 def human_bytes(nbytes: float) -> str:
-    """Return a size in binary units: 1.92 GiB."""
+    """Return a size in binary units: `1.92 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
 from ckptx.report.report import counted
-from ckptx.report.robustness_text import (
+from ckptx.report.robustness_phrases import (
     cause_text,
     differing_items,
     failing_oracles,
@@ -75,8 +75,8 @@ def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, num
 
 
 def _header_lines(report: RobustnessReport) -> list[str]:
-    ranks = mesh_text(report)
-    lines = [f"{report.recipe} on {ranks}" if ranks else report.recipe]
+    mesh = mesh_text(report)
+    lines = [f"{report.recipe} on {mesh}" if mesh else report.recipe]
     if report.trainer != "ckptx":
         lines.append(f"  trainer: {report.trainer}")
     lines += [f"  {key} = {value}" for key, value in report.settings.items()]
@@ -87,13 +87,14 @@ def _header_lines(report: RobustnessReport) -> list[str]:
 
 def robustness_verdict(report: RobustnessReport) -> str:
     """Return the one line that `robustness -q` prints: the verdict, with the first difference and its cause."""
-    lead, cause = verdict(report), cause_text(report)
-    end = "" if cause is None else f"; {cause}"
+    verdict_line, cause = verdict(report), cause_text(report)
+    suffix = "" if cause is None else f"; {cause}"
     for phase in report.phases:
         for row in failing_oracles(phase):
             items = differing_items(report, phase, str(row["name"]))
-            return f"{lead}; {phase['name']}: {row['name']}: {'; '.join([oracle_text(row), *items[:1]])}{end}"
-    return lead + end
+            difference = "; ".join([oracle_text(row), *items[:1]])
+            return f"{verdict_line}; {phase['name']}: {row['name']}: {difference}{suffix}"
+    return verdict_line + suffix
 
 
 def phase_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from ckptx.report.number_formats import peak_memory_text
 from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report, counted, human_bytes
-from ckptx.report.robustness_text import (
+from ckptx.report.robustness_phrases import (
     cause_text,
     differing_items,
     failing_oracles,
@@ -39,9 +39,9 @@ from ckptx.report.robustness_text import (
     widened_text,
 )
 
-_CSS_CLASSES = {True: "ok", False: "bad", None: "left"}
+_CSS_CLASSES = {True: "ok", False: "bad", None: "skipped"}
 _STYLES = ("report.css", "robustness.css")
-_MAX_ROWS = 400
+_MAX_ROWS = 400  # differences and kills listed
 _MAX_RUNS = 6  # drawn in addition to the first
 _MAX_ITEMS = 12  # items listed below an oracle
 
@@ -51,12 +51,12 @@ class VerdictRow:
     """A line in the head of the page.
 
     Attributes:
-        kind: "ok" or "bad".
+        css_class: CSS class of the line, "ok" or "bad".
         word: First word of the line: PASSED, FAILED, CAUSE, WIDENED or ERROR.
         text: Rest of the line.
     """
 
-    kind: str
+    css_class: str
     word: str
     text: str
 
@@ -102,7 +102,7 @@ class PhaseRow:
     """The result of a phase.
 
     Attributes:
-        kind: "ok", "bad" or "left" (not run).
+        css_class: CSS class of the phase: "ok", "bad" or "skipped" (not run).
         name: Number and name of the phase.
         title: Property that the phase tests.
         time: Duration, or "not run".
@@ -111,7 +111,7 @@ class PhaseRow:
         notes: Notes for the user.
     """
 
-    kind: str
+    css_class: str
     name: str
     title: str
     time: str
@@ -182,11 +182,11 @@ class KillRow:
     """A process that was killed while saving.
 
     Attributes:
-        kind: "ok" if only the last good step was left, otherwise "bad".
+        css_class: CSS class: "ok" if the last complete step was kept, and no other step looks complete; else "bad".
         text: Operation, ranks and latest step, in words.
     """
 
-    kind: str
+    css_class: str
     text: str
 
 
@@ -200,11 +200,11 @@ class PageContent:
         losses: Losses; None if there are no runs.
         memory: Retained memory by phase; empty if it was not measured.
         step_memory: Memory of one step, in words; "" if it was not measured.
-        differences: Cells of the first differences; None in a cell for an unknown value.
+        differences: Rows of the table of the first differences; None in a cell for an unknown value.
         differences_count: Number of all differences.
         kills: Processes that were killed.
         kills_lead: Number of kills that left a valid checkpoint, as a sentence.
-        settings: Pairs of setting and value.
+        settings: Recipe file, output folder and overridden recipe keys, with their values.
         environment: Pairs of name and version.
     """
 
@@ -231,9 +231,9 @@ def robustness_page(report: Report, recipe: str) -> str:
     if isinstance(report, RobustnessReport):
         heading, content = _heading(report), _content(report)
     else:
-        why = VerdictRow("bad", "ERROR", report.error or "unknown error")
+        error_row = VerdictRow("bad", "ERROR", report.error or "unknown error")
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
-        heading, content = RobustnessHeading(recipe, [why], facts), None
+        heading, content = RobustnessHeading(recipe, [error_row], facts), None
     title = f"{heading.title} - robustness"
     return render_page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.notes)
 
@@ -292,7 +292,7 @@ def _phase_row(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
     rows = phase.get("checks") or ()
     passed = [row for row in rows if row["ok"] is not False]
     return PhaseRow(
-        kind=_CSS_CLASSES[phase["ok"]],
+        css_class=_CSS_CLASSES[phase["ok"]],
         name=phase_name(phase),
         title=str(phase.get("title") or ""),
         time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
@@ -319,7 +319,7 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
         return None
     noise = noise_text(report, "loss")
     band = NoiseBand(measured_noise(report, "loss"), _strictest_loss_tolerance(report))
-    differences = [found for run in runs[1:] if (found := _subtract_run(runs[0], run)).points]
+    differences = [curve for run in runs[1:] if (curve := _subtract_run(runs[0], run)).points]
     num_omitted = len(report.losses) - len(runs)
     return LossPlots(
         lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
@@ -353,11 +353,12 @@ def _drawing_order(row: Mapping[str, Any]) -> int:
 
 
 def _subtract_run(first: RunCurve, run: RunCurve) -> RunCurve:
+    """Return the absolute differences of a run from the first one, at their common steps."""
     reference = dict(first.points)
     return run._replace(
         points=[
-            (step, abs(number - reference[step]) if isfinite(number) and isfinite(reference[step]) else nan)
-            for step, number in run.points
+            (step, abs(loss - reference[step]) if isfinite(loss) and isfinite(reference[step]) else nan)
+            for step, loss in run.points
             if step in reference
         ]
     )
@@ -373,7 +374,7 @@ def _differences_lead(runs: Sequence[RunCurve]) -> str:
 def _strictest_loss_tolerance(report: RobustnessReport) -> float | None:
     """Return the strictest tolerance of the loss among the phases that allow any difference.
 
-    A row whose limit is the noise itself belongs to the phase that measured the noise, and has no tolerance.
+    A row whose tolerance is the noise itself belongs to the phase that measured the noise, and has no tolerance.
     """
     rows = [row for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
     tolerance_rows = [row for row in rows if row.get("noise_factor") != 1.0] or rows
@@ -391,9 +392,9 @@ def _retained_memory(report: RobustnessReport) -> Iterator[RetainedMemory]:
 
     def amount(memory: Mapping[str, int], key: str, format_value: Callable[[int], str]) -> RetainedAmount:
         value, baseline = memory[key], memory[f"baseline_{key}"]
-        is_over = value > baseline
-        text = f"{format_value(value)}{f', baseline {format_value(baseline)}' if is_over else ''}"
-        return RetainedAmount(text, is_over, 100 * value / maxima[key], 100 * baseline / maxima[key])
+        exceeds_baseline = value > baseline
+        text = f"{format_value(value)}{f', baseline {format_value(baseline)}' if exceeds_baseline else ''}"
+        return RetainedAmount(text, exceeds_baseline, 100 * value / maxima[key], 100 * baseline / maxima[key])
 
     for phase, memory in rows:
         yield RetainedMemory(

@@ -29,7 +29,7 @@ def report_classes() -> list[type[Report]]:
 
 def build_schema() -> dict[str, Any]:
     """Return the schema, draft 2020-12, of all documents that `--json` prints."""
-    definitions = {"Failure": _failure_schema(), **{made.__name__: _report_schema(made) for made in report_classes()}}
+    definitions = {"Failure": _failure_schema(), **{each.__name__: _report_schema(each) for each in report_classes()}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A report of ckptx, schema_version {SCHEMA_VERSION}",
@@ -55,7 +55,7 @@ def _report_schema(report_class: type[Report]) -> dict[str, Any]:
 
 
 def _object_schema(document_class: type[Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass; of a report, with the fields that every document has in addition."""
+    """Return the schema of a dataclass; that of a report also has `schema_version` and `ok`, which no dataclass has."""
     types = msgspec.json.schema_components([document_class])[1][document_class.__name__]["properties"]
     descriptions = _descriptions(document_class)
     properties: dict[str, Any] = {}

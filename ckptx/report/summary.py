@@ -23,8 +23,8 @@ _RENDERERS = {
 }
 
 
-class Summarized(Protocol):
-    """The fields of a `Report` that a summary reads; `Report` itself calls this module."""
+class SummaryFields(Protocol):
+    """The fields of a `Report` that a summary reads; a protocol, as `Report` itself imports this module."""
 
     @property
     def command(self) -> str: ...
@@ -40,11 +40,11 @@ class Summarized(Protocol):
     def seconds(self) -> float: ...
 
 
-def summary_text(report: Summarized) -> str:
+def summary_text(report: SummaryFields) -> str:
     """Return the lines that the command prints, without color.
 
     Names from a checkpoint are escaped: none of them can start a line or send a terminal escape sequence. A report
-    without a text of its own, such as that of a failed command, gives its command, exit code and error.
+    without a renderer, such as that of a failed command, is shown as its command, exit code and error.
     """
     if report.error is None and type(report).__name__ in _RENDERERS:
         module, name = _RENDERERS[type(report).__name__]
@@ -54,8 +54,8 @@ def summary_text(report: Summarized) -> str:
     return f"{report.command}: exit code {report.exit}{error}"
 
 
-def summary_html(report: Summarized) -> str:
-    """Return the summary and the notes as an HTML fragment without scripts and styles from elsewhere."""
+def summary_html(report: SummaryFields) -> str:
+    """Return the summary and the notes as an HTML fragment without scripts or external styles."""
     color = "inherit" if report.ok else "#b00020"
     heading = f"ckptx {escape(one_line(report.command))}: exit code {report.exit}, {report.seconds:.1f} s"
     notes = "".join(f"<li>{escape(one_line(note))}</li>" for note in report.notes)

@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 _MAX_ROWS = 20
 _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
-# Result of a tie, by its action.
+# Action of a tie -> how its names are stored.
 _TIE_RESULTS = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
     "single": "stored under one name",
 }
-_SOURCES_OF_FACTS = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
+_CLASS_SOURCES = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
 
 
 def conversion_text(report: ConversionReport) -> str:
@@ -51,7 +51,7 @@ def conversion_text(report: ConversionReport) -> str:
     if report.architecture:
         known_from = report.architecture["known_from"]
         lines.append(
-            f"architecture: {report.architecture['class']} (from the {_SOURCES_OF_FACTS.get(known_from, known_from)})"
+            f"architecture: {report.architecture['class']} (from the {_CLASS_SOURCES.get(known_from, known_from)})"
         )
     if report.config_check and report.config_check["note"]:
         lines.append(f"config.json: {report.config_check['note']}")
@@ -62,15 +62,15 @@ def conversion_text(report: ConversionReport) -> str:
         lines += _layout_lines(report, report.layout)
     ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
     lines += map(_tie_line, ties)
-    reported = {row["target"] for row in ties} | {row["source"] for row in ties}
-    aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= reported]
+    names_in_ties = {row["target"] for row in ties} | {row["source"] for row in ties}
+    aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= names_in_ties]
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
-    uncast = report.dtype_unchanged
-    if uncast:
-        lines.append(f"dtype kept: {counted(len(uncast), 'tensor')} ({uncast[0]}{', ...' if len(uncast) > 1 else ''})")
+    names = report.dtype_unchanged
+    if names:
+        lines.append(f"dtype kept: {counted(len(names), 'tensor')} ({names[0]}{', ...' if len(names) > 1 else ''})")
     lines.append(_source_line(report))
     lines.append(cost_text(report))
     return "\n".join(lines)
@@ -78,10 +78,10 @@ def conversion_text(report: ConversionReport) -> str:
 
 def _tie_line(row: Mapping[str, Any]) -> str:
     """Return how a tied pair is stored, and why: `tied: lm_head.weight = embed.weight, stored ... (source: ...)`."""
-    facts = f"(source: {row['evidence']})"
+    evidence = f"(source: {row['evidence']})"
     if row["action"] in _TIE_RESULTS:
-        return f"tied: {row['target']} = {row['source']}, {_TIE_RESULTS[row['action']]} {facts}"
-    return f"not tied: {row['target']}, {row['source']} {facts}"
+        return f"tied: {row['target']} = {row['source']}, {_TIE_RESULTS[row['action']]} {evidence}"
+    return f"not tied: {row['target']}, {row['source']} {evidence}"
 
 
 def _edit_text(edit: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ def _output_line(report: ConversionReport) -> str:
 
 
 def _source_line(report: ConversionReport) -> str:
-    """Return the fate of the source tensors: `source tensors: 43 (20 written, 1 tied, 22 optimizer dropped)`."""
+    """Return the source tensors by outcome: `source tensors: 43 (20 written, 1 tied, 22 optimizer dropped)`."""
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
@@ -114,7 +114,7 @@ def _source_line(report: ConversionReport) -> str:
 
 
 def _state_kind(reason: str) -> str:
-    """Return the kind of a dropped tensor, from the reason: `optimizer `, `training ` or empty."""
+    """Return the kind of state of a dropped tensor, from the reason: `optimizer `, `training ` or empty."""
     return next((f"{kind} " for kind in ("optimizer", "training") if reason.startswith(kind)), "")
 
 
@@ -211,8 +211,8 @@ def diff_text(report: DiffReport) -> str:
         only_in_one = sum(row["what"] == "missing" for row in report.differing)
         lines.append(_different_text(report.differing, report.compared + only_in_one))
     else:
-        has = "has" if report.compared == 1 else "have"
-        lines.append(f"equal: {counted(report.compared, 'common name')} {has} equal shapes and dtypes")
+        verb = "has" if report.compared == 1 else "have"
+        lines.append(f"equal: {counted(report.compared, 'common name')} {verb} equal shapes and dtypes")
     return "\n".join(lines)
 
 
@@ -235,7 +235,7 @@ def verify_text(report: VerifyReport) -> str:
 def verify_verdict(report: VerifyReport) -> str:
     """Return the one line that `verify -q` prints: the verdict, with the first difference."""
     lines = verify_text(report).splitlines()
-    verdict, first = lines[-2], lines[0]
+    verdict, first = lines[-2], lines[0]  # the last line is the cost
     return verdict if first is verdict else f"{verdict}; {first}"
 
 

@@ -10,7 +10,8 @@ from ckptx.report.number_formats import bytes_read_text
 from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import cost_text
 
-_LEVELS = ("config", "bytes", "forward", "gradients")  # differences of a level cause those of later levels
+# Levels of the comparison; a difference at one level causes differences at later ones.
+_LEVELS = ("config", "bytes", "forward", "gradients")
 _MAX_LINES_PER_LEVEL = 8
 _SHOWN_AXES = ("tp", "dp_shard")  # dims of the mesh that are shown even if they are 1
 
@@ -73,19 +74,19 @@ def run_text(report: RunReport) -> str:
 def _gathered_lines(report: RunReport) -> list[str]:
     """Return warnings about modules whose shards were gathered instead of used as stored."""
     lines = []
-    for what, rows in (
+    for gathered, rows in (
         ("parameters", [row for row in report.gathered_modules if row["what"] == "parameters"]),
         ("outputs", [row for row in report.gathered_modules if row["what"] == "output" and not row["aligned"]]),
     ):
         if not rows:
             continue
         names = ", ".join(f"{row['pattern']} ({row['modules']:,})" for row in rows[:_MAX_LINES_PER_LEVEL])
-        others = len(rows) - _MAX_LINES_PER_LEVEL
-        more = f", and {counted(others, 'other pattern')}" if others > 0 else ""
+        num_unlisted = len(rows) - _MAX_LINES_PER_LEVEL
+        more = f", and {counted(num_unlisted, 'other pattern')}" if num_unlisted > 0 else ""
         count = counted(sum(row["modules"] for row in rows), "module")
         lines.append(
-            f"warning: {count} ran with gathered {what}; this run does not prove that TP kernels can use their shards: "
-            f"{names}{more}"
+            f"warning: {count} ran with gathered {gathered}; this run does not prove that TP kernels can use their "
+            f"shards: {names}{more}"
         )
     return lines
 
@@ -93,7 +94,7 @@ def _gathered_lines(report: RunReport) -> list[str]:
 def run_verdict(report: RunReport) -> str:
     """Return the one line that `verify --run -q` prints: the verdict, with the first difference."""
     lines = run_text(report).splitlines()
-    verdict, first = lines[-2], lines[0]
+    verdict, first = lines[-2], lines[0]  # the last line is the cost
     return f"{verdict}; {first}" if report.differing else verdict
 
 
@@ -103,16 +104,16 @@ def _verdict_text(report: RunReport) -> str:
     different = {row["level"] for row in report.differing}
     inconclusive = {row["level"] for row in report.inconclusive} - different
     if different:
-        words = [f"DIFFERENT: {', '.join(level for level in levels if level in different)}"]
+        parts = [f"DIFFERENT: {', '.join(level for level in levels if level in different)}"]
     else:
-        words = [f"equal: {', '.join(level for level in levels if level not in inconclusive)}"]
+        parts = [f"equal: {', '.join(level for level in levels if level not in inconclusive)}"]
     if inconclusive:
-        words.append(f"INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive)}")
-    return "; ".join(words)
+        parts.append(f"INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive)}")
+    return "; ".join(parts)
 
 
 def _inconclusive_lines(report: RunReport) -> list[str]:
-    """Return a line for each level with results that are no larger than their tolerance."""
+    """Return a line for each level with inconclusive results: they are no larger than their tolerance."""
     lines = []
     forward, gradients = ([row for row in report.inconclusive if row["level"] == level] for level in _LEVELS[2:])
     if forward:
@@ -166,5 +167,5 @@ def _ranks_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _number_text(value: float | str) -> str:
-    """Return a measured number in words; NaN and infinity are strings in the report, as JSON cannot represent them."""
+    """Return a measured number as text; NaN and infinity are strings in the report, as JSON cannot represent them."""
     return f"{float(value):.3g}"

@@ -17,7 +17,7 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
-from ckptx.report.robustness_text import first_cause
+from ckptx.report.robustness_phrases import first_cause
 from ckptx.robustness_suite.memory import StepMemory, add_measurement, forecast_memory
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, select_phases

@@ -30,7 +30,7 @@ def test_ranks_that_share_take_less(checkpoint: Path) -> None:
 
 def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
     with pytest.raises(
-        SpaceError, match=r"--gpu-memory: a run of .* requires .* a GPU has 1\.00 GiB; raising .* up to 64"
+        SpaceError, match=r"--gpu-memory: a run of .* requires .* a GPU has 1\.00 GiB; multiplying .* by up to 64"
     ):
         check_memory_fit(checkpoint, checkpoint, RunOptions(), GIB)
 

@@ -11,7 +11,9 @@ from ckptx.cli.main import cli
 from ckptx.options.commands import commands_by_name
 from ckptx.options.option import settings_of
 
-WITH_REPORT = [words for words, command in commands_by_name().items() if "report_file" in settings_of(command.outputs)]
+WITH_REPORT = [
+    words for words, command in commands_by_name().items() if "report_file" in settings_of(command.output_table)
+]
 POSITIONAL = {"diff": 2, "inspect": 1, "forecast": 1, "robustness": 1}
 
 

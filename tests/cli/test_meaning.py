@@ -32,7 +32,7 @@ def names_of(command: Command) -> set[str]:
     """Return the options in the tables of a command, and a name for each flag that is short for a value."""
     options = {
         name: each.option
-        for table in (*command.options, command.outputs)
+        for table in (*command.option_tables, command.output_table)
         for name, each in settings_of(table).items()
         if each.option is not None
     }

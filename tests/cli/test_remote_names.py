@@ -118,7 +118,7 @@ def function_params() -> list[tuple[str, type[Options], str]]:
         (words, table, name)
         for words, command in CANONICAL.items()
         if command.function
-        for table in command.options
+        for table in command.option_tables
         for name, each in settings_of(table).items()
         if each.is_path
     ]

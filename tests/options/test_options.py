@@ -18,7 +18,7 @@ from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.options.forecast import ForecastOptions
 from ckptx.options.help import make_help, section_titles
-from ckptx.options.option import OUTPUT, Option, Options, is_class, settings_of
+from ckptx.options.option import REPORT, Option, Options, is_class, settings_of
 from ckptx.options.sizes import GPU_GIB, default_workers, parse_gpu_memory, parse_size
 from ckptx.options.step import GpuName
 from tests.support.command_arguments import arguments_of
@@ -57,7 +57,7 @@ def _functions() -> list[tuple[str, Any, list[str]]]:
     for words, command in COMMANDS.items():
         if command.function:
             name, *direction = words.split()
-            required = [each for each in settings_of(command.options[0]).values() if each.is_required]
+            required = [each for each in settings_of(command.option_tables[0]).values() if each.is_required]
             paths = ["there"] * len([each for each in required if each.name != "direction"])
             found.append((words, getattr(ckptx, name), [*direction, *paths]))
     return found
@@ -78,7 +78,7 @@ _WRONG = (3.5, b"x", {"a": 1}, object(), True, 7, "text", ["text"], lambda: None
 @pytest.mark.parametrize(("words", "function", "paths"), _functions(), ids=[each[0] for each in _functions()])
 def test_values_of_a_wrong_type_are_type_errors(words: str, function: Any, paths: list[str]) -> None:
     """Every parameter of every function, with values of every type that its own type does not accept."""
-    tables = COMMANDS[words].options
+    tables = COMMANDS[words].option_tables
     selectors = {"run", "search", "direction"}
     checked = set()
     for table in tables:
@@ -142,7 +142,7 @@ def test_none_is_not_set() -> None:
 
 @pytest.mark.parametrize(("kind", "is_path"), [(str, False), (str | Path, True), (str | Path | None, True)])
 def test_the_type_of_an_option_says_whether_it_is_a_path(kind: Any, is_path: bool) -> None:
-    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", OUTPUT)]}, "x": ""})
+    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", REPORT)]}, "x": ""})
     assert settings_of(made)["x"].is_path is is_path
     if is_path:
         with pytest.raises(UnsupportedError, match="is a URL"):
@@ -153,7 +153,7 @@ def test_the_type_of_an_option_says_whether_it_is_a_path(kind: Any, is_path: boo
 
 @pytest.mark.parametrize("kind", [float, dict[str, str], Path])
 def test_an_option_of_a_type_that_nothing_reads_is_refused(kind: Any) -> None:
-    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", OUTPUT)]}, "x": None})
+    made = type("Made", (Options,), {"__annotations__": {"x": Annotated[kind, Option("", REPORT)]}, "x": None})
     with pytest.raises(TypeError, match=r"Made\.x: an option is a bool, int"):
         settings_of(made)
 
@@ -231,10 +231,10 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
         each
         for command in FUNCTIONS.values()
         if command.function == FUNCTIONS[words].function
-        for each in command.options
+        for each in command.option_tables
     ]
     help_texts = {name: each.annotation.help for table in reversed(tables) for name, each in settings_of(table).items()}
-    for table in FUNCTIONS[words].options:
+    for table in FUNCTIONS[words].option_tables:
         for setting in settings_of(table).values():
             parameter = parameters[setting.name]
             assert "Option(" not in str(parameter)

@@ -17,7 +17,7 @@ from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, InternalError
 from ckptx.formats.unsupported import UNSUPPORTED_KINDS
-from ckptx.report.robustness_text import CAUSES
+from ckptx.report.robustness_phrases import CAUSES
 from ckptx.robustness_suite.faults import FAULTS
 from tests.support.import_tool import tool
 

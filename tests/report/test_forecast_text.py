@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
-from ckptx.report.forecast_text import batch_text, human_count, peak_time_text, ranks_text, settings_text
+from ckptx.report.forecast_phrases import batch_text, human_count, mesh_text, peak_time_text, settings_text
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL
@@ -94,7 +94,7 @@ def test_without_a_size_nothing_is_judged() -> None:
 
 def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
     report = alone()
-    assert ranks_text(report) == "1 rank"
+    assert mesh_text(report) == "1 rank"
     assert batch_text(report) == "batch 2 x 1,024 tokens"
     assert "each rank: peak 20.00 MiB" in forecast_text(report)
     assert peak_time_text(report, largest(1)) == "backward, outside modules"

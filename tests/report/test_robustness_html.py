@@ -11,7 +11,7 @@ from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_text import CAUSES
+from ckptx.report.robustness_phrases import CAUSES
 from ckptx.untrusted.printable import one_line
 from tests.report.made import broken, oracle, phase, robust
 from tests.report.pages import Page, fault_of_page
@@ -153,8 +153,10 @@ def test_distances_lie_in_decades_above_what_is_equal() -> None:
     assert len(places) == 4 and places == sorted(places, reverse=True)
     assert places[1] - places[2] == pytest.approx(places[2] - places[3], abs=0.2)
     assert 'class="dot nan"' in text and {"nan", "equal"} <= {mark.text for mark in plot.ticks}
-    noise, limit = (float(re.findall(rf'<path class="{name}" d="M0 ([\d.]+)H', text)[0]) for name in ("noise", "limit"))
-    assert noise == pytest.approx(places[1], abs=0.1) and places[2] < limit < noise
+    noise, tolerance = (
+        float(re.findall(rf'<path class="{name}" d="M0 ([\d.]+)H', text)[0]) for name in ("noise", "tolerance")
+    )
+    assert noise == pytest.approx(places[1], abs=0.1) and places[2] < tolerance < noise
 
 
 def test_a_run_is_drawn_to_scale_with_a_gap_where_there_is_no_number() -> None:

@@ -17,7 +17,7 @@ from ckptx.report.environment import environment
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_text import CAUSES, measured_noise, number_text, parse_number, phase_notes, verdict
+from ckptx.report.robustness_phrases import CAUSES, measured_noise, number_text, parse_number, phase_notes, verdict
 from ckptx.robustness_suite.oracles import ORACLE_ORDER, Difference, Verdict
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import broken, oracle, phase, robust

@@ -14,7 +14,7 @@ import pytest
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_text import CAUSES, cause_text, first_cause, oracle_text
+from ckptx.report.robustness_phrases import CAUSES, cause_text, first_cause, oracle_text
 from ckptx.robustness_suite import robustness
 from ckptx.robustness_suite.oracles import (
     ORACLE_ORDER,

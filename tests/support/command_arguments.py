@@ -17,6 +17,6 @@ def arguments_of(words: str, checkpoint: str | Path, out: str | Path) -> list[st
         out: Directory to pass for `dst`.
     """
     places = {"dst": out, "recipe": "llama_tiny"}
-    settings = settings_of(COMMANDS[words].options[0])
+    settings = settings_of(COMMANDS[words].option_tables[0])
     names = [name for name, each in settings.items() if isinstance(each.annotation, Argument) and each.is_path]
     return [str(places.get(name, checkpoint)) for name in names]

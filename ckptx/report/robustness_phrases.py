@@ -1,4 +1,4 @@
-"""Phrases for the rows of a robustness report, shared by its text, page and JUnit XML."""
+"""Phrases of robustness reports, shared by their text, page and JUnit XML."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _UNCHECKED_REASONS: Mapping[str, str] = {
     "finite": "no floating-point state",
     "memory": "not measured on any rank",
 }
-_SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
+_SETTING_NAMES = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
 MAX_ITEMS = 4  # items of an oracle that are listed in a summary
 
 
 def number_text(value: float | str | None) -> str:
-    """Return a measured number in words; NaN and infinity are strings in the report, as JSON cannot represent them."""
+    """Return a measured number as text; NaN and infinity are strings in the report, as JSON cannot represent them."""
     return "none" if value is None else f"{parse_number(value):.3g}"
 
 
@@ -132,7 +132,8 @@ def differing_items(report: RobustnessReport, phase: Mapping[str, Any], oracle: 
     rows_by_item: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
         if is_in_phase(row, phase) and row.get("check") == oracle:
-            value = row.get("actual") if row.get("rank") is None else None  # several faults of one kill, without a rank
+            # ranks of one item are listed together; faults of one kill have no rank and differ in their value
+            value = row.get("actual") if row.get("rank") is None else None
             rows_by_item.setdefault((str(row["item"]), value), []).append(row)
     if not rows_by_item:
         (names,) = (row.get("differing") or () for row in phase["checks"] if row["name"] == oracle)
@@ -148,12 +149,12 @@ def oracle_cause(report: RobustnessReport, phase: Mapping[str, Any], oracle: str
     keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))
     if not keys:
         return CAUSES[oracle]
-    names = ", ".join(first_items([_SETTINGS.get(key, key) for key in keys]))
+    names = ", ".join(first_items([_SETTING_NAMES.get(key, key) for key in keys]))
     return f"{names} in the optimizer's param groups: different; possible cause: not restored"
 
 
 def is_in_phase(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
-    """Return True if a row of `differing` belongs to a phase, given by number or name."""
+    """Return True if a row of `differing` belongs to a phase, which it gives by number or name."""
     return row.get("phase") in (phase["name"], phase.get("number", phase["name"]))
 
 
@@ -219,8 +220,8 @@ def measured_noise(report: RobustnessReport, quantity: str) -> float | None:
 def memory_failures(phase: Mapping[str, Any]) -> list[str]:
     """Return memory and threads above the baseline after a failed phase, if no oracle reports them."""
     memory = phase.get("memory")
-    is_judged = any(row["name"] == "memory" for row in phase.get("checks") or ())
-    if phase["ok"] is not False or not memory or is_judged:
+    has_memory_oracle = any(row["name"] == "memory" for row in phase.get("checks") or ())
+    if phase["ok"] is not False or not memory or has_memory_oracle:
         return []
     failures = []
     if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:
@@ -235,10 +236,10 @@ def memory_failures(phase: Mapping[str, Any]) -> list[str]:
 
 
 def kill_text(row: Mapping[str, Any]) -> str:
-    """Return place and ranks of a kill, and the latest step that could be loaded after it."""
-    how = "asynchronous" if row.get("is_async") else "synchronous"
+    """Return operation, kind of save and ranks of a kill, and the latest step that could be loaded after it."""
+    save_kind = "asynchronous" if row.get("is_async") else "synchronous"
     latest = "no step" if row.get("latest_step") is None else f"latest step {row['latest_step']}"
-    return f"at {row.get('operation')}, {how} save, {_killed_ranks(row.get('ranks'))}: {latest}"
+    return f"at {row.get('operation')}, {save_kind} save, {_killed_ranks(row.get('ranks'))}: {latest}"
 
 
 def _killed_ranks(ranks: Any) -> str:
@@ -269,7 +270,7 @@ def _oracles_text(phase: Mapping[str, Any]) -> str:
 def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
     """Return the first failure of a run: `phase`, `check` (None if the phase has none) and `cause` in words.
 
-    Later phases repeat the failure of an earlier one, as every step spreads it. None if no phase failed.
+    Later failures are usually consequences of the first one, as training steps spread it. None if no phase failed.
     """
     for phase in report.phases:
         if phase["ok"] is False:

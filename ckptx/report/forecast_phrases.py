@@ -1,4 +1,4 @@
-"""Phrases of a forecast that its text and its page share."""
+"""Phrases of forecast reports, shared by their text and HTML page."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from ckptx.report.documents.forecast import ForecastReport
 from ckptx.report.report import counted, human_bytes
 
-_PART_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
+_PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
 LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
 
 
-def ranks_text(report: ForecastReport) -> str:
+def mesh_text(report: ForecastReport) -> str:
     """Return the mesh and its number of ranks: `tp 2 x dp_shard 2, 4 ranks`."""
-    dims = mesh_text(report.layout)
+    dims = dims_text(report.layout)
     return f"{dims}{', ' if dims else ''}{counted(prod(report.layout.values()), 'rank')}"
 
 
-def mesh_text(layout: Mapping[str, int]) -> str:
-    """Return the dims larger than 1: `tp 2 x dp_shard 2`; empty for one GPU."""
+def dims_text(layout: Mapping[str, int]) -> str:
+    """Return the mesh dims larger than 1: `tp 2 x dp_shard 2`; empty for one GPU."""
     return " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
 
 
@@ -43,7 +43,7 @@ def settings_text(report: ForecastReport) -> str:
 
 
 def step_text(step: Mapping[str, Any]) -> str:
-    """Return what a step has on any mesh: dtypes, optimizer and loss."""
+    """Return the settings of a step that do not depend on the mesh: dtypes, optimizer and loss."""
     parts = [str(step["dtype"])]
     if step["param_dtype"]:
         parts.append(f"gathered in {step['param_dtype']}")
@@ -62,11 +62,11 @@ def stages_text(report: ForecastReport, row: Mapping[str, Any]) -> str:
     return f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))}"
 
 
-def pass_text(report: ForecastReport, part: str, microbatch: int) -> str:
-    """Return the name of a part of the step: `backward of microbatch 1`, `optimizer step`."""
-    if part not in _PASSES:
-        return _PART_TEXTS.get(part, part)
-    return part if report.settings["microbatches"] == 1 else f"{part} of microbatch {microbatch}"
+def pass_text(report: ForecastReport, phase: str, microbatch: int) -> str:
+    """Return the name of a phase of the step: `backward of microbatch 1`, `optimizer step`."""
+    if phase not in _PASSES:
+        return _PHASE_TEXTS.get(phase, phase)
+    return phase if report.settings["microbatches"] == 1 else f"{phase} of microbatch {microbatch}"
 
 
 def module_text(module: str) -> str:
@@ -75,10 +75,10 @@ def module_text(module: str) -> str:
 
 
 def peak_time_text(report: ForecastReport, peak: Mapping[str, Any]) -> str:
-    """Return the time of the peak: `backward of microbatch 1, in lm_head, recomputed`."""
+    """Return where in the step the peak is: `backward of microbatch 1, in lm_head, recomputed`."""
     recomputed = ", recomputed" if peak["is_recomputed"] else ""
-    part = pass_text(report, peak["part"], peak["microbatch"])
-    return f"{part}, {module_text(peak['module'])}{recomputed}" if peak["part"] in _PASSES else part
+    phase = pass_text(report, peak["part"], peak["microbatch"])
+    return f"{phase}, {module_text(peak['module'])}{recomputed}" if peak["part"] in _PASSES else phase
 
 
 def tensor_text(tensor: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
 
 
 def communication_text(row: Mapping[str, Any]) -> str:
-    """Return the bytes that a rank sends in a step, by collective."""
+    """Return the bytes that a rank sends in a step, by collective: `sends all-gather 1.20 GiB`."""
     return f"sends {', '.join(f'{name} {human_bytes(nbytes)}' for name, nbytes in row['sent_bytes'].items())}"
 
 
@@ -110,7 +110,7 @@ def human_count(number: float) -> str:
 
 
 def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:
-    """Return the row with the highest peak."""
+    """Return the entry of `by_stage` with the highest peak."""
     return max(report.by_stage, key=lambda row: int(row["peak"]))
 
 
@@ -127,7 +127,7 @@ def verdict(report: ForecastReport) -> str:
 
 
 def _fit_text(gpu_memory: int, peak: int, reserved: int, peak_text: str) -> str:
-    """Return FITS or DOES NOT FIT with the margin, all sizes in bytes."""
+    """Return FITS or DOES NOT FIT with the margin; sizes are in bytes, and `peak_text` is the peak as printed."""
     free = gpu_memory - peak - reserved
     required, memory = f"peak {peak_text} + reserve {human_bytes(reserved)}", human_bytes(gpu_memory)
     if free >= 0:
@@ -144,7 +144,7 @@ def precision_text(step: Mapping[str, Any]) -> str:
 
 
 def other_precision_text(report: ForecastReport) -> str:
-    """Return the peak in the other usual precision, and the options for it; empty if a precision was chosen."""
+    """Return the peak in the other usual precision, and the options for it; empty if the user chose a precision."""
     other = report.other_precision
     if other is None:
         return ""
