@@ -71,7 +71,7 @@ def skip_head_gradient_all_reduce(target: InjectionTarget) -> None:
     """Omit the all-reduce of the gradient of the hidden states at the head."""
     module = find_module(target, _HEAD)
     del module.forward
-    styles.colwise(module, target.ranks, output="dtensor", is_sequence_parallel=True)
+    styles.install_colwise(module, target.ranks, output="dtensor", is_sequence_parallel=True)
 
 
 def detach_tied_head(target: InjectionTarget) -> None:

@@ -95,7 +95,7 @@ def skip_input_gradient_all_reduce(index: int | None = None) -> RuntimeInjection
     def inject(target: InjectionTarget) -> None:
         for module in sharded_linears(target, 0, index):
             del module.forward
-            styles.colwise(module, target.ranks, is_sequence_parallel=True)
+            styles.install_colwise(module, target.ranks, is_sequence_parallel=True)
 
     return inject
 

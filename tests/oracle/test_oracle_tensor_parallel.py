@@ -80,7 +80,7 @@ def test_outputs_loss_and_gradients_are_those_of_transformers(
         ("llama-tied", "sum_over_ranks", "outputs"),
         ("llama-tied", "copy_to_ranks", "model.layers.1.input_layernorm.weight"),
         ("qwen3-moe", "sum_partial_gradients", "model.layers.0.self_attn.q_norm.weight"),
-        ("deepseek-v3", "mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        ("deepseek-v3", "install_mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
     ],
 )
 def test_a_sum_over_the_ranks_that_is_skipped_is_found(

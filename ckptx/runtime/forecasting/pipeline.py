@@ -63,13 +63,13 @@ class IsolatedPipeline(Pipeline):
     def _receive(self, stage: int) -> tuple[Any, ...]:
         return tuple(map(_create_received, self._input_slots[stage]))
 
-    def _pack(self, part: StageRunner, sent: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _pack(self, runner: StageRunner, sent_values: Sequence[Any]) -> tuple[Tensor, ...]:
         with self._ledger.label_all(CARRIED):
-            return super()._pack(part, sent)
+            return super()._pack(runner, sent_values)
 
-    def _unpack(self, part: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _unpack(self, runner: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         self._ledger.label(payload, CARRIED)
-        return unpack(payload, self._payload_slots[part.number], make_header(self._input_slots[part.number]))
+        return unpack(payload, self._payload_slots[runner.number], make_header(self._input_slots[runner.number]))
 
 
 def _make_payload_slot(value: Any) -> PayloadSlot | None:

@@ -24,12 +24,12 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major: a rank has th
 DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
 _TIMEOUT = timedelta(minutes=10)
 _REPORT_TIMEOUT = timedelta(seconds=5)
-_FAILURE_REPORT_KEY = "ckptx: last words"
+_FAILURE_REPORT_KEY = "ckptx: failure report"
 # Raised by torch 2.11 and 2.13 for NCCL, sockets and stores. Without ConnectionError, which a download may raise.
 _CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _GLOO_ERROR_TEXTS = ("/gloo/transport/", "Gloo connectFullMesh failed")
 
-_meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # with the world that each belongs to
+_meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # world group and mesh by layout and device type
 
 
 class RankContext(NamedTuple):
@@ -74,7 +74,7 @@ def process_group(
     Args:
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU.
-        store: Store at which the ranks meet; None means the store of the launcher.
+        store: Store for the rendezvous; None means the store of the launcher, or one in memory without a launcher.
 
     Raises:
         EnvironmentProblem: No such device or backend exists.
@@ -159,17 +159,19 @@ def data_index(mesh: DeviceMesh) -> int:
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise an error of any rank on all ranks, with the message of the lowest rank that failed.
+    """Raise an error on all ranks if the block failed on any of them.
+
+    A rank that failed raises its own error, every other rank that of the lowest rank that failed.
 
     Args:
-        group: Group of all ranks for the exchange; None is the default group, which belongs to the main thread.
+        group: Group of all ranks for the exchange; None means the default group, which only the main thread uses.
     """
     error: BaseException | None = None
     try:
         yield
     except (CkptxError, KeyboardInterrupt) as caught:
         error = caught
-    except Exception as caught:  # sent to every rank, and raised there as a defect
+    except Exception as caught:  # raised on every rank as an internal error
         error = InternalError(f"{type(caught).__name__}: {caught}; please report this")
         error.__cause__ = caught
     errors = all_gather_object(None if error is None else (type(error), str(error)), group)
@@ -224,7 +226,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return the value of rank 0."""
+    """Return the value of rank 0, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -233,7 +235,14 @@ def broadcast_object(value: Any) -> Any:
 def broadcast(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, rank_context: RankContext
 ) -> torch.Tensor:
-    """Return a tensor of rank 0 on every rank."""
+    """Return a tensor of rank 0 on every rank.
+
+    Args:
+        tensor: The tensor on rank 0; ignored, and may be None, on every other rank.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        rank_context: Rank and device of this process.
+    """
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=rank_context.device)
     tensor = tensor.contiguous()

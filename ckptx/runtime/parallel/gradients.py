@@ -1,7 +1,7 @@
 """Gradients of a step: summed over microbatches, averaged over data ranks, clipped by their norm over all ranks.
 
     plain                      whole on every rank, counted once
-    DTensor on tp              shards: their powers are summed over tp
+    DTensor on tp              shards: the powers of their elements are summed over tp
     DTensor on dp_shard        shards of FSDP2: summed over dp_shard
     DTensor on dp_shard, tp    summed over both; never over a mesh dim with replicas
     other pipeline stages      the sums of the stages are added over pp
@@ -37,7 +37,7 @@ class NonFiniteGradients(CkptxError, RuntimeError):
 
 
 class PipelineStages(NamedTuple):
-    """The other pipeline stages of a model, for reductions over stages; made by `Pipeline.clip_grad_norm`.
+    """The pipeline over whose stages a norm is summed; made by `Pipeline.clip_grad_norm`.
 
     Attributes:
         group: Ranks of the pipeline.
@@ -69,7 +69,7 @@ def clip_grad_norm(
         max_norm: Maximum norm of all gradients as one vector; `inf` to measure without clipping.
         norm_type: Order of the norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: Raise if the norm is NaN or infinite. Otherwise gradients become NaN or 0, as in torch.
-        stages: The other pipeline stages; None if the model has one stage.
+        stages: Pipeline over whose stages the norm is summed; None if the model has one stage.
 
     Returns:
         The norm before clipping: a plain tensor without dims, in float32, or float64 if a gradient is.
@@ -81,17 +81,17 @@ def clip_grad_norm(
     """
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm: norm_type is {norm_type}, must be above 0 or inf; use 2.0")
-    named = _named_parameters(parameters)
+    named_parameters = _named_parameters(parameters)
     copies = {id(each) for each in stages.copies} if stages is not None else set()
-    power = _sum_power_over_ranks([each for _, each in named if id(each) not in copies], float(norm_type))
+    power = _sum_power_over_ranks([each for _, each in named_parameters if id(each) not in copies], float(norm_type))
     if stages is not None:
         power = _sum_over_stages(power, float(norm_type), stages)
     total = power if norm_type == inf else power ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise NonFiniteGradients(_nonfinite_message(named, total, norm_type))
+        raise NonFiniteGradients(_nonfinite_message(named_parameters, total, norm_type))
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
     for gradients in _group_by_device_and_dtype(
-        [_detached_local(each.grad) for _, each in named if each.grad is not None]
+        [_detached_local(each.grad) for _, each in named_parameters if each.grad is not None]
     ):
         scale_all(gradients, factor.to(gradients[0].device))
     return total
@@ -100,8 +100,9 @@ def clip_grad_norm(
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
     """Set whether the next backward pass is the last of its step, so that FSDP2 reduces gradients once per step.
 
-    Without it gradients are reduced in each backward pass, and accumulated as shards: correct too, with less memory
-    (unreduced gradients are whole on each rank) and more communication. A model without FSDP2 is left unchanged.
+    Without this call gradients are reduced in each backward pass, and accumulated as shards. That is correct, too, with
+    less memory (unreduced gradients are whole on each rank) and more communication. A model without FSDP2 is left
+    unchanged.
 
     Args:
         model: Model from `parallelize`.
@@ -116,8 +117,8 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
 def loss_divisor(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int = -100) -> Tensor:
     """Return the divisor of each microbatch's summed loss, so that every label of a step has the same weight.
 
-    FSDP2 averages gradients over data ranks. A mean of the means of microbatches would give those of few labels more
-    weight; so each sum is divided by all labels of the step over the number of data ranks:
+    FSDP2 averages gradients over data ranks. A mean of the means of microbatches would give labels of microbatches
+    with few labels more weight; so each sum is divided by the labels of the step per data rank:
 
         items = loss_divisor([each["labels"] for each in batches], mesh)
         for each in batches:
@@ -130,7 +131,7 @@ def loss_divisor(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int =
         ignore_index: Label that does not count.
 
     Returns:
-        A float32 tensor without dims: labels of the step (at least one) divided by the number of data ranks.
+        A float32 tensor without dims: number of labels of the step (at least one) divided by the number of data ranks.
     """
     count = sum((each[..., 1:] != ignore_index).sum() for each in labels)
     total = torch.as_tensor(count, dtype=torch.float32, device=mesh.device_type).clone()
@@ -144,7 +145,7 @@ def loss_divisor(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int =
 
 
 def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters, each once, with a name for messages."""
+    """Return the trainable parameters, each once, with a name for messages."""
     named_parameters: list[tuple[str, Tensor]] = []
     for index, each in enumerate([parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters):
         if isinstance(each, nn.Module):
@@ -156,13 +157,13 @@ def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Ten
 
 
 def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of powers of all elements over all ranks of the mesh, or the largest absolute value.
+    """Return the sum of powers of all elements over all ranks of the mesh, or for `inf` the largest absolute value.
 
-    Every rank makes the same reductions in the same order, whatever gradients it lacks: the groups to sum over
+    Every rank makes the same reductions in the same order, even if it lacks gradients: the groups to sum over
     follow from the parameters alone.
     """
-    sources = [_detached_local(each.grad) for each in parameters if each.grad is not None]
-    device = next((each.device for each in [*sources, *map(_detached_local, parameters)]), torch.device("cpu"))
+    local_gradients = [_detached_local(each.grad) for each in parameters if each.grad is not None]
+    device = next((each.device for each in [*local_gradients, *map(_detached_local, parameters)]), torch.device("cpu"))
     dtype = torch.float64 if any(each.dtype is torch.float64 for each in parameters) else torch.float32
     gradients_by_groups: dict[_Groups, list[Tensor]] = {}
     for parameter in parameters:
@@ -175,10 +176,12 @@ def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
     }
     groups_by_name = {group.group_name: group for groups in powers for group in groups}
     for name in sorted(groups_by_name):
-        affected = [groups for groups in powers if any(each.group_name == name for each in groups)]
-        stacked = torch.stack([powers[groups] for groups in affected])
-        dist.all_reduce(stacked, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, groups_by_name[name])
-        powers.update(zip(affected, stacked.unbind(), strict=True))
+        groups_with_name = [groups for groups in powers if any(each.group_name == name for each in groups)]
+        stacked_powers = torch.stack([powers[groups] for groups in groups_with_name])
+        dist.all_reduce(
+            stacked_powers, dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM, groups_by_name[name]
+        )
+        powers.update(zip(groups_with_name, stacked_powers.unbind(), strict=True))
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     all_powers = torch.stack([powers[groups] for groups in sorted(powers, key=_group_names)])
@@ -186,11 +189,14 @@ def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _sum_over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
-    """Return the sum over all stages, added in the order of the ranks, so that each rank gets the same bits."""
-    own_power = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
-    own_power[0] = power
-    gathered = [torch.empty_like(own_power) for _ in range(dist.get_world_size(stages.group))]
-    dist.all_gather(gathered, own_power, group=stages.group)
+    """Return the sum (for `inf` the maximum) over all stages.
+
+    Powers are added in the order of the ranks, so that each rank gets the same bits.
+    """
+    power_and_is_double = torch.tensor([0.0, power.dtype is torch.float64], dtype=torch.float64, device=stages.device)
+    power_and_is_double[0] = power
+    gathered = [torch.empty_like(power_and_is_double) for _ in range(dist.get_world_size(stages.group))]
+    dist.all_gather(gathered, power_and_is_double, group=stages.group)
     powers, are_double = torch.stack(gathered).unbind(1)
     total = powers.amax() if norm_type == inf else powers.sum()
     return total if are_double.any() else total.float()
@@ -220,11 +226,11 @@ def _shard_like(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _sum_local_power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the sum of powers of all elements on this rank, or the largest absolute value."""
-    norms_list = [torch.zeros((), dtype=dtype, device=device)]
-    for kind in _group_by_device_and_dtype([each for each in gradients if each.numel()]):
-        norms_list += [each.to(device) for each in compute_norms(kind, norm_type, dtype)]
-    norms = torch.stack(norms_list)
+    """Return the sum of powers of all elements on this rank, or for `inf` the largest absolute value."""
+    all_norms = [torch.zeros((), dtype=dtype, device=device)]
+    for tensors in _group_by_device_and_dtype([each for each in gradients if each.numel()]):
+        all_norms += [each.to(device) for each in compute_norms(tensors, norm_type, dtype)]
+    norms = torch.stack(all_norms)
     return norms.amax() if norm_type == inf else (norms**norm_type).sum()
 
 
@@ -240,9 +246,13 @@ def _detached_local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
 
 
-def _nonfinite_message(named: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:
-    """Return the error message. No collective: ranks whose copies of a gradient differ would not all get here."""
-    names = [name for name, each in named if each.grad is not None and not _detached_local(each.grad).isfinite().all()]
+def _nonfinite_message(named_parameters: list[tuple[str, Tensor]], total: Tensor, norm_type: float) -> str:
+    """Return the error message, without a collective: if copies of a gradient differ, some ranks do not get here."""
+    names = [
+        name
+        for name, each in named_parameters
+        if each.grad is not None and not _detached_local(each.grad).isfinite().all()
+    ]
     location = (
         f"in {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "on other ranks"
     )

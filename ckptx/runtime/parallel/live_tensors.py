@@ -13,12 +13,12 @@ from ckptx.runtime.torch_private import FakeTensor, local_tensor
 
 def select_tensors(objects: Iterable[object]) -> list[Tensor]:
     """Return the objects that are tensors of any kind."""
-    # isinstance would query torch's proxy objects, which warn
+    # isinstance would read `__class__` of torch's proxy objects, which then warn
     return [each for each in objects if issubclass(type(each), Tensor)]
 
 
 def iter_live_tensors(candidates: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors with storage, as local tensors for DTensors; sparse and fake tensors have none.
+    """Yield the strided tensors, for a DTensor its local tensor; sparse and fake tensors are left out.
 
     Args:
         candidates: Tensors to look through, from `select_tensors`; None means all objects that the garbage collector

@@ -1,14 +1,15 @@
 """Supports data ranks with inputs of different kinds: images or audio on some of them, text alone on others.
 
 FSDP2 gathers a layer when it is called, and reduces its gradients when they are ready. All data ranks have to do both
-in the same order; but a rank without images calls no tower, and would match its next collective with the wrong one.
+in the same order; but a rank without images calls no vision tower, and its next collective would be matched with
+another one.
 
     before      data ranks compare the names of their inputs; if these are equal, nothing else is done
                 modules that text alone does not call are gathered on every rank, and stay gathered
-    meanwhile   no rank gathers them or reduces their gradients, whatever it calls, and how often
+    meanwhile   no rank gathers them or reduces their gradients, whichever modules it calls, and how often
     after       zeros are added to their gradients, so that every rank has some; all ranks reduce them in one order
 
-No rank computes anything for it: adding zeros is exact, and so are the gradients. Modules that every rank calls may
+No rank runs a tower on dummy inputs; adding zeros is exact, and so are the gradients. Modules that every rank calls may
 have parameters that only images reach (experts of their own): torch fills in their gradients, from 2.13 on.
 """
 
@@ -58,15 +59,15 @@ class MixedInputs:
     def microbatch(self, batch: Batch, *, is_last: bool = True) -> Iterator[None]:
         """Wrap the forward and backward of one microbatch, or its forward alone; every data rank enters it.
 
-        If inputs differ between ranks, gradients that only some ranks reach are reduced at the end of the block, in
-        every microbatch of a step. Of these, a parameter that no rank reaches gets a gradient of zeros.
+        If inputs differ between ranks, gradients that only some ranks may reach are reduced at the end of the block,
+        in every microbatch of a step; such a parameter that no rank reaches gets a gradient of zeros.
 
         Args:
             batch: Arguments of the model's forward on this rank.
             is_last: Passed to `sync_gradients`, which this calls.
 
         Raises:
-            UnsupportedError: The model cannot run on text alone, which shows the modules that text does not call.
+            UnsupportedError: The model cannot run on text alone; this finds the modules that text does not call.
         """
         sync_gradients(self._model, is_last)
         if self.inputs_differ([batch]):
@@ -78,8 +79,8 @@ class MixedInputs:
             with self._keep_gathered():
                 yield
             if torch.is_grad_enabled():
-                self.add_zeros(is_reduced=True)
-            for unit in self._uneven_units():
+                self.add_zeros(reduces_gradients=True)
+            for unit in self._root_and_optional_units():
                 unit.reshard()
         else:
             yield
@@ -87,7 +88,7 @@ class MixedInputs:
             self.set_zero_fill(False)
 
     def inputs_differ(self, batches: Sequence[Batch]) -> bool:
-        """Return True if data ranks have differently named arguments; every data rank calls it."""
+        """Return True if the names of the arguments differ between data ranks; every data rank calls it."""
         if not self._groups:
             return False
         names = [sorted(name for name, value in each.items() if value is not None) for each in batches]
@@ -106,8 +107,10 @@ class MixedInputs:
     def prepare(self) -> Iterator[None]:
         """Record the modules that the block, a forward on text that is the same on all data ranks, does not call."""
         units = [each for each in self._model.modules() if isinstance(each, FSDPModule)]
-        called: set[int] = set()
-        handles = [each.register_forward_pre_hook(lambda unit, _: called.add(_unit_key(unit))) for each in units]
+        called_unit_keys: set[int] = set()
+        handles = [
+            each.register_forward_pre_hook(lambda unit, _: called_unit_keys.add(_unit_key(unit))) for each in units
+        ]
         training_flags = [(each, each.training) for each in self._model.modules()]
         self._model.eval()
         try:
@@ -124,31 +127,34 @@ class MixedInputs:
                 handle.remove()
             for each, is_training in training_flags:
                 each.training = is_training
-        self._optional_units = [each for each in units if _unit_key(each) not in called]
+        self._optional_units = [each for each in units if _unit_key(each) not in called_unit_keys]
 
     def gather(self) -> None:
         """Gather the modules that only some data ranks may call."""
         for unit in self._optional_units or ():
             unit.unshard()
 
-    def add_zeros(self, *, is_reduced: bool) -> None:
+    def add_zeros(self, *, reduces_gradients: bool) -> None:
         """Add zeros to the gradients of modules that only some data ranks may call, and of the root.
 
         Args:
-            is_reduced: Reduce the gradients now; if False, a later backward pass reduces them.
+            reduces_gradients: Reduce the gradients now; if False, a later backward pass does.
         """
         root = self._model
         assert isinstance(root, FSDPModule)
-        for unit in self._uneven_units():
-            unit.set_requires_gradient_sync(is_reduced, recurse=False)
-            unit.set_reshard_after_backward(is_reduced, recurse=False)
-        root.set_is_last_backward(is_reduced)
+        for unit in self._root_and_optional_units():
+            unit.set_requires_gradient_sync(reduces_gradients, recurse=False)
+            unit.set_reshard_after_backward(reduces_gradients, recurse=False)
+        root.set_is_last_backward(reduces_gradients)
 
         def forward_zero() -> Tensor:  # the forward of the root, during which its parameters are gathered
-            own = {
-                id(each): each for unit in self._uneven_units() for each in _own_parameters(unit) if each.requires_grad
+            parameters_by_id = {
+                id(each): each
+                for unit in self._root_and_optional_units()
+                for each in _own_parameters(unit)
+                if each.requires_grad
             }
-            return _ZeroFunction.apply(*own.values()) if own else torch.zeros(())
+            return _ZeroFunction.apply(*parameters_by_id.values()) if parameters_by_id else torch.zeros(())
 
         with _replace_forward(root, forward_zero), torch.enable_grad():
             output = root()
@@ -160,20 +166,20 @@ class MixedInputs:
         """Keep modules that only some data ranks may call gathered, and their gradients unreduced."""
         root, optional_units = self._model, self._optional_units or []
         assert isinstance(root, FSDPModule)
-        for unit in self._uneven_units():
+        for unit in self._root_and_optional_units():
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
         for unit in optional_units:
             unit.set_reshard_after_forward(False, recurse=False)
-        called = self._common_units()
-        for unit in called:  # the previous unit may differ between ranks; the root is the same on all
+        common_units = self._common_units()
+        for unit in common_units:  # instead of the previous unit, which may differ between ranks
             unit.set_modules_to_backward_prefetch([root])
         yield
-        for unit in called:
+        for unit in common_units:
             unit.set_modules_to_backward_prefetch([])
         for unit in optional_units:
             unit.set_reshard_after_forward(True, recurse=False)
-        for unit in self._uneven_units():
+        for unit in self._root_and_optional_units():
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
 
@@ -183,13 +189,13 @@ class MixedInputs:
             if hasattr(unit, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
                 unit.set_reduce_scatter_unused_params(is_enabled, recurse=False)
 
-    def _uneven_units(self) -> list[FSDPModule]:
-        """Return the root and the units that only some ranks may call; some ranks may not reach all of them."""
+    def _root_and_optional_units(self) -> list[FSDPModule]:
+        """Return the units with parameters that only some ranks may reach: the root and the optional ones."""
         return [self._model, *(self._optional_units or ())]
 
     def _common_units(self) -> list[FSDPModule]:
-        """Return the other units, which all data ranks call."""
-        units = self._uneven_units()
+        """Return all other units, which every data rank calls."""
+        units = self._root_and_optional_units()
         return [each for each in self._model.modules() if isinstance(each, FSDPModule) and each not in units]
 
 

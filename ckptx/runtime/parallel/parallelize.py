@@ -2,7 +2,7 @@
 
     TP                          first: it changes what a layer computes, and the other steps must see the shards
     activation checkpointing    second: the recomputation includes the collectives of TP
-    compile                     third: the graph of a layer includes its recomputation, if torch can (`_compile_layers`)
+    compile                     third: the graph of a layer includes its recomputation where torch allows it
     FSDP2                       last: its hooks gather parameters before, and free them after, all of the above
 
 The model is on the meta device meanwhile, so that no rank ever holds another rank's shards.
@@ -37,7 +37,7 @@ class ParallelizedModel(NamedTuple):
     Attributes:
         layout: TP layout; None without TP.
         wrapped_layers: Number of layers with activation checkpointing.
-        sharded_modules: Number of FSDP2 units, the root included.
+        sharded_modules: Number of FSDP2 units, the root included; 0 without FSDP2.
     """
 
     layout: TensorParallelLayout | None
@@ -102,9 +102,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisi
     The root is not resharded after forward, as its backward would gather it again immediately. Parameters outside of
     layers (embeddings, norms, heads, towers without layers) are in the root. A module in another dtype than the rest
     (routers and gates in float32) is a unit of its own, as FSDP2 gathers a unit as one tensor; layers that share
-    parameters (those of Zamba share a transformer) are one unit, as a parameter can be in only one. On a mesh of one
-    rank nothing is done, unless precisions are mixed, which is also FSDP2's task. On a pipeline stage nothing is
-    resharded after forward, or every microbatch would gather every layer again.
+    parameters (those of Zamba share a transformer) are one unit, as a parameter can be in only one. With one
+    data-parallel rank nothing is done (0 units), unless `mixed_precision` is given, which FSDP2 applies. On a pipeline
+    stage nothing is resharded after forward, or every microbatch would gather every layer again.
     """
     names = mesh.mesh_dim_names or ()
     reshard = "pp" not in names or mesh["pp"].size() == 1
@@ -136,16 +136,16 @@ def _join_modules_with_shared_parameters(modules: Iterable[nn.Module]) -> list[l
     units: list[tuple[list[nn.Module], set[int]]] = []
     for module in modules:
         parameter_ids = {id(parameter) for parameter in module.parameters()}
-        overlapping = [unit for unit in units if unit[1] & parameter_ids]
-        if not overlapping:
+        overlapping_units = [unit for unit in units if unit[1] & parameter_ids]
+        if not overlapping_units:
             units.append(([module], parameter_ids))
             continue
-        for other in overlapping[1:]:
-            overlapping[0][0].extend(other[0])
-            overlapping[0][1].update(other[1])
+        for other in overlapping_units[1:]:
+            overlapping_units[0][0].extend(other[0])
+            overlapping_units[0][1].update(other[1])
             units.remove(other)
-        overlapping[0][0].append(module)
-        overlapping[0][1].update(parameter_ids)
+        overlapping_units[0][0].append(module)
+        overlapping_units[0][1].update(parameter_ids)
     return [unit for unit, _ in units]
 
 
@@ -155,41 +155,41 @@ def _find_other_dtype_modules(model: nn.Module) -> list[nn.Module]:
     Raises:
         UnsupportedError: A module has parameters of its own in several dtypes.
     """
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in filter(_is_trained, model.parameters()):
-        sizes[parameter.dtype] += parameter.numel()
-    found = []
+    numel_by_dtype: Counter[torch.dtype] = Counter()
+    for parameter in filter(_is_trainable, model.parameters()):
+        numel_by_dtype[parameter.dtype] += parameter.numel()
+    modules = []
     for name, module in model.named_modules():
-        dtypes = {each.dtype for each in filter(_is_trained, module.parameters(recurse=False))}
+        dtypes = {each.dtype for each in filter(_is_trainable, module.parameters(recurse=False))}
         if len(dtypes) > 1:
             raise UnsupportedError(
                 f"{type(model).__name__}: FSDP2 cannot shard {name or 'the root'}, which has parameters of "
                 f"{' and '.join(sorted(map(str, dtypes)))}; use dp_shard 1, or one dtype for all (--compute-dtype fp32)"
             )
-        if dtypes and dtypes != {sizes.most_common(1)[0][0]}:
-            found.append(module)
-    return found
+        if dtypes and dtypes != {numel_by_dtype.most_common(1)[0][0]}:
+            modules.append(module)
+    return modules
 
 
-def _is_trained(parameter: nn.Parameter) -> bool:
+def _is_trainable(parameter: nn.Parameter) -> bool:
     return bool(parameter.requires_grad)
 
 
 def _find_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of all groups, wrappers included, each once."""
-    found: dict[int, nn.Module] = {}
+    layers_by_id: dict[int, nn.Module] = {}
     for layers in layer_groups(model).values():
-        found.update((id(layer.module), layer.module) for layer in layers)
-    return list(found.values())
+        layers_by_id.update((id(layer.module), layer.module) for layer in layers)
+    return list(layers_by_id.values())
 
 
 def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
     """Return the bytes of parameters and buffers on this rank, by device; shared ones count once."""
-    seen: dict[int, torch.Tensor] = {}
+    local_by_id: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         local = local_tensor(tensor)
-        seen[id(local)] = local
+        local_by_id[id(local)] = local
     bytes_by_device: dict[torch.device, int] = {}
-    for local in seen.values():
+    for local in local_by_id.values():
         bytes_by_device[local.device] = bytes_by_device.get(local.device, 0) + local.numel() * local.element_size()
     return bytes_by_device

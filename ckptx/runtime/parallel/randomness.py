@@ -85,11 +85,11 @@ class RandomState:
             InputError: The state of a generator of this process is missing.
         """
         generator_names = ["python", "numpy", "torch", *([self._device.type] if self._device.type != "cpu" else [])]
-        missing = [kind for kind in generator_names if kind not in state]
+        missing = [name for name in generator_names if name not in state]
         if missing:
             raise InputError(
-                f"random numbers: the state has {', '.join(state)}, {missing[0]} is missing; it was saved on another "
-                "kind of device, so leave it out and call randomness.seed"
+                f"random number generators: the state of {missing[0]} is missing, found {', '.join(state)}; it was "
+                "saved on another kind of device; leave it out and call ckptx.runtime.seed"
             )
         python, numpy_state = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -8,18 +8,20 @@ from contextlib import suppress
 
 from torch import nn
 
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt in glibc
-_LARGE_BYTES = 1 << 20  # bytes
+_M_MMAP_THRESHOLD = -3  # parameter of mallopt in glibc
+_MMAP_THRESHOLD_BYTES = 1 << 20  # an allocation of this size or more returns to the system when it is freed
 
 
-def free_storage(model: nn.Module, shared: Iterable[nn.Parameter] = ()) -> None:
-    """Free the storage and gradients of a model, which cannot be used afterwards; reference cycles might keep them.
+def free_storage(model: nn.Module, shared_parameters: Iterable[nn.Parameter] = ()) -> None:
+    """Free the storage and gradients of a model, which cannot be used afterwards.
+
+    Deleting the model alone might not free them, as reference cycles may keep it alive.
 
     Args:
         model: Model that is no longer needed.
-        shared: Parameters that are still used elsewhere.
+        shared_parameters: Parameters that are still used elsewhere.
     """
-    shared_ids = {id(each) for each in shared}
+    shared_ids = {id(each) for each in shared_parameters}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in shared_ids:
             tensor.grad = None
@@ -31,4 +33,4 @@ def free_storage(model: nn.Module, shared: Iterable[nn.Parameter] = ()) -> None:
 def release_freed_memory() -> None:
     """Make the C library return large freed tensors to the system immediately instead of keeping them for reuse."""
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

@@ -21,7 +21,7 @@ from ckptx.errors import InternalError, UnsupportedError
 from ckptx.layout.placement import ceil_chunks
 from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
-Spans = list[tuple[int, int]]  # along one dim: offset in the whole tensor, length
+Spans = list[tuple[int, int]]  # (offset in the whole tensor, length) along one dim
 
 _TP = "tp"  # mesh dim of the rectangles from the TP layer
 
@@ -61,18 +61,18 @@ def compute_local_shards(
             empty means the whole tensor.
     """
     spans = _find_spans(list(local_regions) or [full_region(shape)], len(shape))
-    for dim, parts, rank, groups in shardings:
+    for dim, part_count, rank, groups in shardings:
         spans[dim] = [
             span
             for group in range(groups)
-            for span in _select_part(_select_part(spans[dim], groups, group), parts, rank)
+            for span in _select_part(_select_part(spans[dim], groups, group), part_count, rank)
         ]
     local_shape = tuple(sum(size for _, size in each) for each in spans)
     spans_with_offsets = [_with_local_offsets(each) for each in spans]
     shards = [
         LocalShard(
             Region(tuple(begin for begin, _, _ in each), tuple(size for _, size, _ in each)),
-            Region(tuple(at for _, _, at in each), tuple(size for _, size, _ in each)),
+            Region(tuple(local_offset for _, _, local_offset in each), tuple(size for _, size, _ in each)),
         )
         for each in product(*spans_with_offsets)
     ]
@@ -80,10 +80,11 @@ def compute_local_shards(
 
 
 def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
+    """Return the spans of the concatenated rectangles along each dim."""
     spans: list[Spans] = []
     for dim in range(ndim):
-        along = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
-        spans.append(along if len(set(along)) > 1 else along[:1])
+        dim_spans = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
+        spans.append(dim_spans if len(set(dim_spans)) > 1 else dim_spans[:1])
     if prod(map(len, spans)) != len(local_regions):
         raise InternalError(
             f"rectangles {[str(each) for each in local_regions]} differ in more than one dim; please report this"
@@ -94,17 +95,18 @@ def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
 def _select_part(spans: Spans, part_count: int, index: int) -> Spans:
     """Return part number `index` of `part_count` of the concatenated spans."""
     begin, size = ceil_chunks(sum(size for _, size in spans), part_count)[index]
-    selected = []
-    first = 0
+    selected_spans = []
+    offset = 0  # of the span within the concatenation
     for start, length in spans:
-        low, high = max(begin, first), min(begin + size, first + length)
+        low, high = max(begin, offset), min(begin + size, offset + length)
         if low < high:
-            selected.append((start + low - first, high - low))
-        first += length
-    return selected
+            selected_spans.append((start + low - offset, high - low))
+        offset += length
+    return selected_spans
 
 
 def _with_local_offsets(spans: Spans) -> list[tuple[int, int, int]]:
+    """Return (offset in the whole tensor, length, offset in the local tensor) for each span."""
     result, local_offset = [], 0
     for begin, size in spans:
         result.append((begin, size, local_offset))
@@ -116,13 +118,13 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
     """Return the shards of a parameter or buffer on this rank.
 
     Args:
-        name: Name for error messages.
+        name: Name of the tensor, for error messages.
         tensor: A DTensor, or a plain tensor that is whole or made of `local_regions`.
         local_regions: Rectangles of the whole tensor that TP left on this rank, before FSDP; None if TP did not shard
             it.
 
     Raises:
-        UnsupportedError: A placement is neither a replica nor a shard.
+        UnsupportedError: A placement is neither Shard nor Replicate, or this rank is not in the mesh of the tensor.
         InternalError: The shape of the local tensor does not match its placements.
     """
     shape = tuple(tensor.shape)
@@ -133,11 +135,11 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
         local_shape = tuple(local_tensor(tensor).shape)
     if local_regions is not None and not local_regions and not prod(local_shape):
         return []
-    shards, expected = compute_local_shards(shape, shardings, local_regions or ())
-    if expected != local_shape:
+    shards, expected_shape = compute_local_shards(shape, shardings, local_regions or ())
+    if expected_shape != local_shape:
         raise InternalError(
-            f"{name}: the local tensor has shape {list(local_shape)}, its layout gives {list(expected)}; please report "
-            "this"
+            f"{name}: the local tensor has shape {list(local_shape)}, its layout gives {list(expected_shape)}; "
+            "please report this"
         )
     return shards
 
@@ -146,7 +148,7 @@ def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSh
     """Return the shardings of a DTensor in the order in which they were applied."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise UnsupportedError(f"{name}: this rank is not in the mesh of the parameter; load on the ranks of the mesh")
+        raise UnsupportedError(f"{name}: this rank is not in the mesh of the tensor; use only the ranks of the mesh")
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     outer: list[MeshDimSharding] = []
     inner: list[MeshDimSharding] = []
@@ -155,7 +157,9 @@ def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSh
             continue
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
-            raise UnsupportedError(f"{name}: placement {placement} is neither Shard nor Replicate; cannot be loaded")
+            raise UnsupportedError(
+                f"{name}: placement {placement} is neither Shard nor Replicate; redistribute the tensor"
+            )
         sharding = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
         if groups > 1 and (skips_tp or groups == _count_shards_of_later_dims(tensor, index)):
@@ -198,11 +202,11 @@ class _ToLocalShard(torch.autograd.Function):  # type: ignore[misc]  # torch say
 
 
 def to_local_shard(tensor: DTensor) -> Tensor:
-    """Return the shard, in the graph; its gradient is sharded exactly as the parameter is.
+    """Return the local shard of a parameter, differentiably; the gradient is sharded exactly as the parameter is.
 
     `DTensor.to_local` computes the strides of the whole gradient from those of one shard, which is wrong for shards of
     unequal size. Gradients whose strides differ from the parameter's are copied when they are stored, and torch 2.11
     gathers them for that.
     """
-    found: Tensor = _ToLocalShard.apply(tensor)
-    return found
+    local: Tensor = _ToLocalShard.apply(tensor)
+    return local

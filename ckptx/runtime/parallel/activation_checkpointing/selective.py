@@ -1,6 +1,6 @@
 """Selective activation checkpointing: saves expensive results of a layer, and recomputes the rest in the backward pass.
 
-Saved: attention, every other matrix product, the choice of experts, and results of reductions over the network.
+Saved: attention, every second matrix product, the choice of experts, and results of reductions over the network.
 Recomputed: the rest, which is cheap arithmetic over large tensors, and all-gathers, whose results are as large as the
 memory that sharding saves. The idea, and half of the list, is torchtitan's (`distributed/activation_checkpoint.py`).
 """
@@ -28,15 +28,16 @@ _TRACE_VARIABLE = "CKPTX_SELECTIVE_AC_TRACE"
 _MATMUL_OPS = (
     "aten.mm",
     "aten.linear",
-    "aten.addmm",  # a linear layer with a bias costs no more than one without
-    # Scores and weighted sum of eager attention, batched experts. Saving both of the former would save two tensors that
-    # grow with the square of the sequence length, more than without checkpointing.
+    "aten.addmm",  # a linear layer with a bias, which costs no more than one without
+    # Scores and weighted sum of eager attention, batched experts. Always saving them would save all scores, which grow
+    # with the square of the sequence length.
     "aten.bmm",
     "aten._grouped_mm",
     "aten._scaled_grouped_mm",
 )
 # A token must get the same experts again, even if its scores are rounded differently the second time.
 _ROUTING_OPS = ("aten.topk", "aten.max")
+# Operations whose results models change in place (see `_CopiedResultsMode`).
 _MUTATED_RESULT_OPS = (*_ROUTING_OPS, "aten.bmm", "aten._grouped_mm", "aten._scaled_grouped_mm")
 _SAVED_OPS = (
     "aten._scaled_dot_product_flash_attention",
@@ -97,7 +98,7 @@ class OpSets(NamedTuple):
 
 
 def find_op_sets() -> OpSets:
-    """Return the operations that exist here, except those that write into an argument, e.g. `out=`."""
+    """Return the operations that this torch has, except those that write into an argument, e.g. `out=`."""
     alternating = frozenset(filter(_is_pure, _find_overloads(_MATMUL_OPS)))
     return OpSets(
         frozenset(filter(_is_pure, [*_find_overloads(_SAVED_OPS), *_compute_intensive_overloads()])) - alternating,
@@ -107,7 +108,11 @@ def find_op_sets() -> OpSets:
 
 @dataclass(slots=True)
 class DecisionLog:
-    """Logs the decision for each operation once."""
+    """Logs the decision for each operation once.
+
+    Attributes:
+        logged_operations: Names of the operations whose decision was logged.
+    """
 
     logged_operations: set[str] = field(default_factory=set)
 
@@ -119,7 +124,7 @@ class DecisionLog:
 
 
 def make_log_from_environment() -> DecisionLog | None:
-    """Return a trace if CKPTX_SELECTIVE_AC_TRACE is set; it goes to stderr unless logging is configured."""
+    """Return a log if CKPTX_SELECTIVE_AC_TRACE is set, else None; it goes to stderr unless logging is configured."""
     if os.environ.get(_TRACE_VARIABLE, "0") in ("", "0"):
         return None
     _logger.setLevel(logging.INFO)
@@ -130,22 +135,27 @@ def make_log_from_environment() -> DecisionLog | None:
 
 @dataclass(slots=True)
 class SelectivePolicy:
-    """Decides for each operation of one region, in one forward pass and its recomputation.
+    """Decides which results of a checkpointed region are saved, in one forward pass and its recomputation.
 
     Up to torch 2.12 the policy is called again while recomputing, and those answers select the saved results; so each
     pass has its own counter. With a shared one, an odd number of products would flip every answer of the second pass.
     torch 2.13 remembers the answers of the first pass.
+
+    Attributes:
+        ops: Operations with their own policy.
+        decision_log: Log of the decisions of the forward pass; None for none.
+        product_counts: Matrix products so far, by whether the pass is the recomputation.
     """
 
     ops: OpSets
-    trace: DecisionLog | None = None
+    decision_log: DecisionLog | None = None
     product_counts: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the policy for the result of `op`; the signature is torch's."""
         policy, decision = self._decide(bool(context.is_recompute), op, args, kwargs)
-        if self.trace is not None and not context.is_recompute:
-            self.trace.log_once(op, decision)
+        if self.decision_log is not None and not context.is_recompute:
+            self.decision_log.log_once(op, decision)
         return policy
 
     def _decide(
@@ -156,7 +166,7 @@ class SelectivePolicy:
             is_odd = self.product_counts[is_recompute] % 2 == 1
             return (
                 CheckpointPolicy.MUST_SAVE if is_odd else CheckpointPolicy.PREFER_RECOMPUTE
-            ), "every other one saved"
+            ), "every second one saved"
         if op in self.ops.saved or _is_copy_to_host(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE, "saved"
         return CheckpointPolicy.PREFER_RECOMPUTE, "recomputed"
@@ -167,18 +177,18 @@ def make_context_factory() -> Callable[[], Any]:
 
     Every microbatch of every region gets its own policy, as 1F1B recomputes one while it runs another.
     """
-    ops, trace = find_op_sets(), make_log_from_environment()
+    ops, decision_log = find_op_sets(), make_log_from_environment()
     ignore_uncounted_ops()
 
-    mutated = frozenset(_find_overloads(_MUTATED_RESULT_OPS))
+    mutated_result_ops = frozenset(_find_overloads(_MUTATED_RESULT_OPS))
 
-    def make() -> Any:
-        contexts = torch_checkpoint.create_selective_checkpoint_contexts(SelectivePolicy(ops, trace))
+    def make_contexts() -> Any:
+        contexts = torch_checkpoint.create_selective_checkpoint_contexts(SelectivePolicy(ops, decision_log))
         if torch.compiler.is_compiling():  # requires torch's own contexts; its graphs do not mutate tensors
             return contexts
-        return tuple(_CopiedResultsMode(context, mutated) for context in contexts)
+        return tuple(_CopiedResultsMode(context, mutated_result_ops) for context in contexts)
 
-    return make
+    return make_contexts
 
 
 class _CopiedResultsMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
@@ -229,11 +239,11 @@ def _compute_intensive_overloads() -> Iterator[Any]:
 def _find_overloads(paths: tuple[str, ...]) -> Iterator[Any]:
     """Yield the overloads of those operations that exist."""
     for path in paths:
-        found: Any = torch.ops
+        operation: Any = torch.ops
         with suppress(AttributeError):
             for part in path.split("."):
-                found = getattr(found, part)
-            yield from _overloads(found)
+                operation = getattr(operation, part)
+            yield from _overloads(operation)
 
 
 def _is_pure(op: Any) -> bool:
@@ -242,6 +252,8 @@ def _is_pure(op: Any) -> bool:
     return schema is None or not schema.is_mutable
 
 
-def _overloads(found: Any) -> list[Any]:
+def _overloads(operation: Any) -> list[Any]:
     """Return all overloads of an operation; a higher-order operation has only itself."""
-    return [getattr(found, name) for name in found.overloads()] if hasattr(found, "overloads") else [found]
+    return (
+        [getattr(operation, name) for name in operation.overloads()] if hasattr(operation, "overloads") else [operation]
+    )

@@ -3,7 +3,7 @@
     none        all activations are saved
     submodule   attention, MLP and norms are checkpointed separately, and their inputs saved; a layer without such
                 submodules is checkpointed as a whole
-    selective   attention and every other matrix product are saved (see `selective`)
+    selective   attention and every second matrix product are saved (see `selective`)
     full        the input of the layer is saved
 
 torch's NO_REENTRANT wrapper replaces each layer: a reentrant one would run the hooks of FSDP2 twice. The RNG state is
@@ -80,14 +80,14 @@ class KVSharingFallback(UserWarning):
 
 
 class _SubmoduleNames(NamedTuple):
-    """Names of the submodules of a layer in a model, for attention and for MLP and norms."""
+    """Names of submodules in the layers of a model: those of attention, and those of MLP and norms."""
 
     attention: frozenset[str]
     mlp_and_norms: frozenset[str]
 
 
 class _ChildModule(NamedTuple):
-    """A child of a module, under its registered name."""
+    """A child of a module: the module that registers it, its name there, and the child itself."""
 
     parent: nn.Module
     name: str
@@ -107,10 +107,10 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
         model: A transformers model, or a pipeline stage of one.
         mode: One of `MODES`.
         scope: One of `SCOPES`: the group of layers.
-        compile: True if the wrapped layers will be compiled. Compile the wrapper, not the module in it.
+        compile: True if the layers will be compiled. In mode selective, compile the wrapper, not the module in it.
 
     Returns:
-        The number of checkpointed layers, those that already were included.
+        The number of checkpointed layers, including those that were checkpointed before.
 
     Raises:
         UsageError: The mode or scope is unknown, or gradient checkpointing of transformers is enabled as well.
@@ -119,8 +119,8 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
     _check_arguments(model, mode, scope)
     if mode == "none":
         return 0
-    shares_keys = shares_kv(model)
-    if not shares_keys:
+    model_shares_kv = shares_kv(model)
+    if not model_shares_kv:
         _disable_cache(model)
     elif mode != "submodule" and scope in ("all", "language"):
         warnings.warn(
@@ -136,13 +136,13 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
     for group, layers in layer_groups(model).items():
         if scope not in ("all", group):
             continue
-        is_shared_group = shares_keys and group == "language"
+        group_shares_kv = model_shares_kv and group == "language"
         for layer in filter(_is_trainable, layers):
-            if mode == "submodule" or is_shared_group:
-                has_parts = _checkpoint_submodules(
-                    layer.module, names.mlp_and_norms if is_shared_group else names.mlp_and_norms | names.attention
+            if mode == "submodule" or group_shares_kv:
+                has_submodules = _checkpoint_submodules(
+                    layer.module, names.mlp_and_norms if group_shares_kv else names.mlp_and_norms | names.attention
                 )
-                count += has_parts or (not is_shared_group and _checkpoint_layer(model, layer, wrap_layer))
+                count += has_submodules or (not group_shares_kv and _checkpoint_layer(model, layer, wrap_layer))
             else:
                 count += _checkpoint_layer(model, layer, wrap_layer)
     if not count and not is_stage(model):
@@ -181,8 +181,8 @@ def _check_arguments(model: nn.Module, mode: str, scope: str) -> None:
 def _make_layer_wrapper(mode: str) -> Wrap:
     """Return the function that wraps a whole layer in a mode."""
     if mode == "selective":
-        make = make_context_factory()
-        return lambda module: _wrap_module(module, context_fn=make)
+        make_contexts = make_context_factory()
+        return lambda module: _wrap_module(module, context_fn=make_contexts)
     return _wrap_module
 
 
@@ -222,7 +222,7 @@ def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
 
 
 def _submodule_names(model: nn.Module) -> _SubmoduleNames:
-    """Return the usual names of submodules, and those that model types in the model add."""
+    """Return the usual names of submodules, and those that the model types in the model add."""
     types = {str(getattr(config, "model_type", "")) for config in _find_configs(model)}
     rows = [row for each in types for row in corrections_of(each).layer_parts]
     return _SubmoduleNames(
@@ -233,11 +233,11 @@ def _submodule_names(model: nn.Module) -> _SubmoduleNames:
 
 def _checkpoint_submodules(layer: nn.Module, names: Collection[str]) -> bool:
     """Wrap the submodules of a layer with these names; return False if it has none."""
-    parts = [part for part in _iter_children(unwrap(layer)) if part.name in names]
-    for part in parts:
-        if not isinstance(part.module, CheckpointWrapper):
-            part.parent.register_module(part.name, _wrap_submodule(part.module))
-    return bool(parts)
+    children = [child for child in _iter_children(unwrap(layer)) if child.name in names]
+    for child in children:
+        if not isinstance(child.module, CheckpointWrapper):
+            child.parent.register_module(child.name, _wrap_submodule(child.module))
+    return bool(children)
 
 
 def _iter_children(layer: nn.Module) -> Iterator[_ChildModule]:
@@ -262,22 +262,24 @@ def _is_trainable(layer: Layer) -> bool:
 
 
 def _disable_cache(model: nn.Module) -> None:
-    caching = [config for config in _find_configs(model) if getattr(config, "use_cache", False)]
-    for config in caching:
+    caching_configs = [config for config in _find_configs(model) if getattr(config, "use_cache", False)]
+    for config in caching_configs:
         config.use_cache = False
-    model.__dict__[_CACHING_CONFIGS] = [*model.__dict__.get(_CACHING_CONFIGS, ()), *caching]
+    model.__dict__[_CACHING_CONFIGS] = [*model.__dict__.get(_CACHING_CONFIGS, ()), *caching_configs]
 
 
 @contextmanager
 def original_configs(model: nn.Module) -> Iterator[None]:
     """Restore `use_cache` in the configs within the block, as before `checkpoint_activations`."""
-    caching = [config for config in unwrap(model).__dict__.get(_CACHING_CONFIGS, ()) if config.use_cache is False]
-    for config in caching:
+    caching_configs = [
+        config for config in unwrap(model).__dict__.get(_CACHING_CONFIGS, ()) if config.use_cache is False
+    ]
+    for config in caching_configs:
         config.use_cache = True
     try:
         yield
     finally:
-        for config in caching:
+        for config in caching_configs:
             config.use_cache = False
 
 

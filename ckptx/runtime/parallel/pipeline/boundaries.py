@@ -2,7 +2,7 @@
 
 No table lists what the layers of a class need from earlier layers, so it is measured. The unsplit model runs once, and
 the inputs and outputs of every call are recorded. Then each stage runs; wherever one of its calls gets another input
-(NaN, None, another value) than in the unsplit model, that place is a *required slot*, and the right value is injected.
+(NaN, None, another value) than in the unsplit model, that place is a *required slot*, and its value there is injected.
 A slot without which the whole stage still computes the right outputs is dropped. The remaining slots are what a stage
 needs from earlier stages; those that the previous stage does not have either must be sent to that stage, too.
 
@@ -82,8 +82,9 @@ class BatchTrace(NamedTuple):
     """The calls and the output of the unsplit model for one batch.
 
     Attributes:
-        call_inputs: For each call, every input value by its steps.
-        call_outputs: For each call of a layer or of a module right around the layers, every output value by its steps.
+        call_inputs: For each call, every input value by its path in the arguments.
+        call_outputs: For each call of a layer or of a module right around the layers, every
+            output value by its path in the output.
         output: Tensor to compare, taken from the output of the model.
     """
 
@@ -93,7 +94,7 @@ class BatchTrace(NamedTuple):
 
 
 def discover_boundaries(
-    model: nn.Module, stages: StageMap, batches: Sequence[Batch], output: Callable[[Any], Tensor]
+    model: nn.Module, stages: StageMap, batches: Sequence[Batch], get_output: Callable[[Any], Tensor]
 ) -> StageBoundaries:
     """Return the values that the stages of a model must send each other.
 
@@ -103,7 +104,7 @@ def discover_boundaries(
         stages: Assignment of layers to stages.
         batches: Arguments for the forward, one batch per kind; inputs that no batch has (an image, a mask) are not
             covered.
-        output: Takes the tensor to compare from the output of the model.
+        get_output: Returns the tensor to compare, given the output of the model.
 
     Raises:
         UnsupportedError: The stages cannot compute what the model computes.
@@ -111,43 +112,47 @@ def discover_boundaries(
     batches_by_kind: dict[BatchKind, list[Batch]] = {}
     for batch in batches:
         batches_by_kind.setdefault(frozenset(batch), []).append(batch)
-    copies = [_shared_copy(model) for _ in batches_by_kind]  # unused, for the same reason as `unused_copy`
+    unused_copies = [_shared_copy(model) for _ in batches_by_kind]  # see `unused_copy` below
     try:
-        return _discover_common(model, stages, batches, output)
+        return _discover_common_boundaries(model, stages, batches, get_output)
     except UnsupportedError:
         if len(batches_by_kind) == 1:
             raise
     boundaries_by_kind = {
-        kind: _discover_common(each, stages, those, output)
-        for each, (kind, those) in zip(copies, batches_by_kind.items(), strict=True)
+        kind: _discover_common_boundaries(unused_copy, stages, batches_of_kind, get_output)
+        for unused_copy, (kind, batches_of_kind) in zip(unused_copies, batches_by_kind.items(), strict=True)
     }
     slots_by_kind = {kind: each.slots for kind, each in boundaries_by_kind.items()}
-    slots = tuple(tuple(dict.fromkeys(chain(*those))) for those in zip(*slots_by_kind.values(), strict=True))
+    slots = tuple(
+        tuple(dict.fromkeys(chain(*slots_of_stage))) for slots_of_stage in zip(*slots_by_kind.values(), strict=True)
+    )
     return StageBoundaries(
         slots, dict(ChainMap(*(dict(each.output_structures) for each in boundaries_by_kind.values()))), slots_by_kind
     )
 
 
-def _discover_common(
-    model: nn.Module, stages: StageMap, batches: Sequence[Batch], output: Callable[[Any], Tensor]
+def _discover_common_boundaries(
+    model: nn.Module, stages: StageMap, batches: Sequence[Batch], get_output: Callable[[Any], Tensor]
 ) -> StageBoundaries:
-    """Return one set of slots that works for all batches."""
+    """Return boundaries with one set of slots that works for all batches."""
     name = type(model).__name__
     with torch.no_grad():
         output_structures: dict[str, OutputStructure] = {}
         unused_copy = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
-        traces = [_record_trace(model, stages, batch, output, output_structures) for batch in batches]
+        traces = [_record_trace(model, stages, batch, get_output, output_structures) for batch in batches]
         stage_models = [
             make_shared_stage(unused_copy, stages, number, output_structures) for number in range(stages.count)
         ]
         slots: list[tuple[BoundarySlot, ...]] = [()] * stages.count
         for number in range(stages.count - 1, -1, -1):
-            probe = _StageProbe(stage_models[number], stages, number, output, CallHooks(stage_models[number], stages))
-            required = probe.required_slots(batches, traces)
-            missing = probe.missing_slots(
-                batches, traces, required, slots[number + 1] if number + 1 < stages.count else ()
+            probe = _StageProbe(
+                stage_models[number], stages, number, get_output, CallHooks(stage_models[number], stages)
             )
-            slots[number] = (*required, *missing)
+            required_slots = probe.find_required_slots(batches, traces)
+            missing_slots = probe.find_missing_slots(
+                batches, traces, required_slots, slots[number + 1] if number + 1 < stages.count else ()
+            )
+            slots[number] = (*required_slots, *missing_slots)
             if number == 0 and slots[0]:
                 raise UnsupportedError(
                     f"{name}: the first pipeline stage lacks {_slot_names(slots[0])}, which later stages need; "
@@ -181,9 +186,10 @@ def _record_trace(
     model: nn.Module,
     stages: StageMap,
     batch: Batch,
-    output: Callable[[Any], Tensor],
+    get_output: Callable[[Any], Tensor],
     output_structures: dict[str, OutputStructure],
 ) -> BatchTrace:
+    """Run the unsplit model on a batch; add the output structures of its modules to `output_structures`."""
     call_inputs: dict[Call, dict[Any, Any]] = {}
     call_outputs: dict[Call, dict[Any, Any]] = {}
     path_modules = set(modules_on_layer_path(stages))
@@ -192,24 +198,23 @@ def _record_trace(
     def before_call(call: Call, arguments: Arguments) -> None:
         call_inputs[call] = _copy_leaves(arguments)
 
-    def after_call(call: Call, found: Any) -> None:
+    def after_call(call: Call, output: Any) -> None:
         if call[0] not in path_modules:
-            call_outputs[call] = _copy_leaves(found)
+            call_outputs[call] = _copy_leaves(output)
         if call[0] not in path_modules | modules_before:
-            output_structures.setdefault(call[0], describe_output(found))
+            output_structures.setdefault(call[0], describe_output(output))
 
     hooks = CallHooks(model, stages)
     try:
         with hooks.activate(before_call, after_call):
-            return BatchTrace(call_inputs, call_outputs, output(model(**batch)).clone())
+            return BatchTrace(call_inputs, call_outputs, get_output(model(**batch)).clone())
     finally:
         hooks.remove()
 
 
 def _copy_leaves(values: Any) -> dict[Any, Any]:
-    return {
-        steps: value.detach().clone() if isinstance(value, Tensor) else value for steps, value in iter_leaves(values)
-    }
+    """Return copies of all values in a nested container, by path."""
+    return {path: value.detach().clone() if isinstance(value, Tensor) else value for path, value in iter_leaves(values)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,67 +224,67 @@ class _StageProbe:
     model: nn.Module
     stages: StageMap
     number: int
-    output: Callable[[Any], Tensor]
+    get_output: Callable[[Any], Tensor]
     hooks: CallHooks
 
-    def required_slots(self, batches: Sequence[Batch], traces: Sequence[BatchTrace]) -> tuple[BoundarySlot, ...]:
+    def find_required_slots(self, batches: Sequence[Batch], traces: Sequence[BatchTrace]) -> tuple[BoundarySlot, ...]:
         """Return a minimal set of slots that make the stage compute what the unsplit model does."""
-        required: dict[BoundarySlot, None] = {}
+        required_slots: dict[BoundarySlot, None] = {}  # an ordered set
         for batch, trace in zip(batches, traces, strict=True):
-            self._inject_missing(batch, trace, required)
+            self._inject_missing(batch, trace, required_slots)
         previous_count = None
-        while previous_count != len(required):  # a slot may become redundant once another is dropped
-            previous_count = len(required)
-            for slot in list(required):
-                remaining = required.keys() - {slot}
-                if all(self._matches_trace(*each, remaining) for each in zip(batches, traces, strict=True)):
-                    del required[slot]
+        while previous_count != len(required_slots):  # a slot may become redundant once another is dropped
+            previous_count = len(required_slots)
+            for slot in list(required_slots):
+                remaining_slots = required_slots.keys() - {slot}
+                if all(self._matches_trace(*each, remaining_slots) for each in zip(batches, traces, strict=True)):
+                    del required_slots[slot]
         for each in zip(batches, traces, strict=True):
-            if not self._matches_trace(*each, required.keys()):
+            if not self._matches_trace(*each, required_slots.keys()):
                 raise UnsupportedError(
                     f"{type(self.model).__name__}: pipeline stage {self.number} differs from the whole model even when "
                     "its layers get the same arguments; state passes between layers other than as an argument; leave "
                     "out --pp"
                 )
-        return tuple(required)
+        return tuple(required_slots)
 
-    def missing_slots(
+    def find_missing_slots(
         self,
         batches: Sequence[Batch],
         traces: Sequence[BatchTrace],
-        required: Sequence[BoundarySlot],
+        required_slots: Sequence[BoundarySlot],
         next_slots: Sequence[BoundarySlot],
     ) -> list[BoundarySlot]:
         """Return the slots of the next stage whose values this stage does not have either."""
-        missing: dict[BoundarySlot, None] = {}
+        missing_slots: dict[BoundarySlot, None] = {}  # an ordered set
         for batch, trace in zip(batches, traces, strict=True):
 
             def before_call(call: Call, arguments: Arguments, trace: BatchTrace = trace) -> None:
-                _inject(call, arguments, required, trace.call_inputs)
+                _inject(call, arguments, required_slots, trace.call_inputs)
                 for slot in next_slots:
-                    right = trace.call_inputs[call].get(slot.path) if call == slot[:2] else None
-                    if right is not None and not is_identical(get_value(arguments, slot.path), right):
-                        missing[slot] = None
+                    expected = trace.call_inputs[call].get(slot.path) if call == slot[:2] else None
+                    if expected is not None and not is_identical(get_value(arguments, slot.path), expected):
+                        missing_slots[slot] = None
 
             self._run(batch, before_call)
-        return [slot for slot in missing if slot not in required]
+        return [slot for slot in missing_slots if slot not in required_slots]
 
-    def _inject_missing(self, batch: Batch, trace: BatchTrace, required: dict[BoundarySlot, None]) -> None:
-        """Add a slot wherever an input differs from the trace, and inject the right value there."""
-
+    def _inject_missing(self, batch: Batch, trace: BatchTrace, required_slots: dict[BoundarySlot, None]) -> None:
+        """Add a slot wherever an input differs from the trace, and inject the value of the trace there."""
         own_arguments = stage_arguments(self.number, batch)
         withheld_values = [value for name, value in batch.items() if name not in own_arguments]
 
         def before_call(call: Call, arguments: Arguments) -> None:
             if call not in trace.call_inputs:
                 return
-            found = dict(iter_leaves(arguments))
-            for steps, right in trace.call_inputs[call].items():
-                if any(is_identical(right, each) for each in withheld_values):
+            values_by_path = dict(iter_leaves(arguments))
+            for path, expected in trace.call_inputs[call].items():
+                if any(is_identical(expected, each) for each in withheld_values):
                     continue
-                if not is_identical(found.get(steps), right) and (isinstance(right, Tensor) or steps in found):
-                    required[BoundarySlot(*call, steps)] = None
-                    set_value(arguments, steps, right)
+                is_equal = is_identical(values_by_path.get(path), expected)
+                if not is_equal and (isinstance(expected, Tensor) or path in values_by_path):
+                    required_slots[BoundarySlot(*call, path)] = None
+                    set_value(arguments, path, expected)
 
         stubs = {
             name for name, module in find_hooked_modules(self.model, self.stages).items() if isinstance(module, Stub)
@@ -293,12 +298,13 @@ class _StageProbe:
             for name, module in find_hooked_modules(self.model, self.stages).items()
             if not isinstance(module, Stub)
         }
-        pending = {call for call in trace.call_outputs if call[0] in own_modules}
+        pending_calls = {call for call in trace.call_outputs if call[0] in own_modules}
 
-        def after_call(call: Call, found: Any) -> None:
-            given = dict(iter_leaves(found))
-            if all(is_identical(given.get(steps), each) for steps, each in trace.call_outputs.get(call, {}).items()):
-                pending.discard(call)
+        def after_call(call: Call, call_output: Any) -> None:
+            values_by_path = dict(iter_leaves(call_output))
+            expected_values = trace.call_outputs.get(call, {})
+            if all(is_identical(values_by_path.get(path), expected) for path, expected in expected_values.items()):
+                pending_calls.discard(call)
 
         try:
             output = self._run(
@@ -308,11 +314,11 @@ class _StageProbe:
             raise
         except Exception:  # a layer may raise anything on NaN or None
             return False
-        return not pending and (self.number < self.stages.count - 1 or is_identical(output, trace.output))
+        return not pending_calls and (self.number < self.stages.count - 1 or is_identical(output, trace.output))
 
     def _run(self, batch: Batch, before_call: BeforeCall, after_call: AfterCall | None = None) -> Tensor:
         with self.hooks.activate(before_call, after_call):
-            return self.output(self.model(**stage_arguments(self.number, batch)))
+            return self.get_output(self.model(**stage_arguments(self.number, batch)))
 
 
 def _inject(call: Call, arguments: Arguments, slots: Any, values: Mapping[Call, Mapping[Any, Any]]) -> None:

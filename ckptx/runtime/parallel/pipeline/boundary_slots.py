@@ -84,7 +84,7 @@ def set_value(container: Any, path: tuple[PathStep, ...], value: Any) -> None:
 
 
 def is_identical(a: Any, b: Any) -> bool:
-    """Return True if two values are equal bit for bit; NaN equals nothing.
+    """Return True if two values are equal without a tolerance; NaN equals nothing.
 
     Objects that are neither tensors nor plain values are equal if their types are.
     """

@@ -1,4 +1,4 @@
-"""Hooks that read and change the arguments of a model's layers and of the modules on the path to them."""
+"""Hooks that read and change the arguments of a model's layers, and of the modules around them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ AfterCall = Callable[[Call, Any], None]
 
 
 def find_hooked_modules(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
-    """Return the modules to hook by name: on the path to the layers, the layers, and those right around them.
+    """Return the modules to hook by name: on the path to the layers, the layers, and those right before and after.
 
     For a wrapped module, the outermost wrapper is returned.
     """
-    lists = {stack.path for stack in stages.stacks}
-    names = [name for name in modules_on_layer_path(stages) if name and name not in lists]
+    layer_lists = {stack.path for stack in stages.stacks}
+    names = [name for name in modules_on_layer_path(stages) if name and name not in layer_lists]
     for stack in stages.stacks:
         names += [*stack.before, *(f"{stack.path}.{index}" for index in range(stack.count)), *stack.after]
-    found = {name: find_submodule(model, name) for name in names}
-    return {name: module for name, module in found.items() if module is not None}
+    modules = {name: find_submodule(model, name) for name in names}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 class CallHooks:
@@ -42,7 +42,7 @@ class CallHooks:
 
     def __init__(self, model: nn.Module, stages: StageMap) -> None:
         self._calls: Counter[str] = Counter()
-        self._running: dict[str, int] = {}
+        self._current_call: dict[str, int] = {}
         self._before_call: BeforeCall | None = None
         self._after_call: AfterCall | None = None
         self._handles: list[Any] = []
@@ -79,10 +79,10 @@ class CallHooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._before_call is None:
                 return None
-            self._running[name] = self._calls[name]
+            self._current_call[name] = self._calls[name]
             self._calls[name] += 1
             arguments: Arguments = {**dict(enumerate(args)), **kwargs}
-            self._before_call((name, self._running[name]), arguments)
+            self._before_call((name, self._current_call[name]), arguments)
             return tuple(arguments.pop(index) for index in range(len(args))), arguments
 
         return hook
@@ -90,7 +90,7 @@ class CallHooks:
     def _post_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._after_call is not None:
-                self._after_call((name, self._running[name]), output)
+                self._after_call((name, self._current_call[name]), output)
 
         return hook
 

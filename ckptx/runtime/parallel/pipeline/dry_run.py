@@ -2,7 +2,7 @@
 
 `discover_boundaries` checks one call at a time. The dry run checks all of them together: the stages run with the values
 that they send each other, forward and backward. It finds state that passes between layers other than as an argument,
-gradients that would be lost between stages, and schedules that cannot split the backward pass.
+gradients that would be lost between stages, and a backward pass that a zero-bubble schedule cannot split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptx.runtime.parallel.pipeline.run import (
 )
 from ckptx.runtime.torch_private import stage_backward_input, stage_backward_weight
 
-_TOLERANCE = 1e-5  # relative to the largest element of a float32 gradient; another order of sums differs far less
+_TOLERANCE = 1e-5  # relative to the largest element of a float32 gradient; adding in another order changes far less
 
 Gradients = dict[str, Tensor]
 
@@ -38,7 +38,7 @@ def dry_run_stages(
     stages: StageMap,
     boundaries: StageBoundaries,
     batches: Sequence[Batch],
-    output: Callable[[Any], Tensor],
+    get_output: Callable[[Any], Tensor],
     *,
     split_backward: bool = False,
 ) -> None:
@@ -49,7 +49,7 @@ def dry_run_stages(
         stages: Assignment of layers to stages.
         boundaries: Values that stages send each other.
         batches: Arguments for its forward.
-        output: Takes the tensor to compare from the output of the model.
+        get_output: Returns the tensor to compare, given the output of the model.
         split_backward: Compute gradients of inputs and of weights separately, as zero-bubble schedules do.
 
     Raises:
@@ -62,11 +62,11 @@ def dry_run_stages(
     ]
     for batch in batches:
         with _collect_gradients(model) as expected_gradients:
-            expected = output(model(**batch))
+            expected = get_output(model(**batch))
             _loss(expected).backward()
         with _collect_gradients(model) as gradients:
             try:
-                inputs_by_stage, sent_by_stage, last_output = _forward(runners, batch, output)
+                inputs_by_stage, sent_by_stage, last_output = _forward(runners, batch, get_output)
                 if not is_identical(last_output.detach(), expected.detach()):
                     raise UnsupportedError(
                         f"{name}: the output of {stages.count} pipeline stages differs from that of the whole model; "
@@ -82,20 +82,24 @@ def dry_run_stages(
         _compare_gradients(name, expected_gradients, gradients)
 
 
-def _loss(found: Tensor) -> Tensor:
-    return found.float().pow(2).mean()
+def _loss(output: Tensor) -> Tensor:
+    return output.float().pow(2).mean()
 
 
 def _forward(
-    runners: Sequence[StageRunner], batch: Batch, output: Callable[[Any], Tensor]
+    runners: Sequence[StageRunner], batch: Batch, get_output: Callable[[Any], Tensor]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], Tensor]:
-    """Return the inputs of each stage, the values that each stage but the last sends, and the output of the last."""
+    """Run all stages forward.
+
+    Returns:
+        The inputs of each stage, the values that each stage but the last sends, and the tensor to compare.
+    """
     inputs_by_stage: list[tuple[Any, ...]] = [()]
     sent_by_stage: list[tuple[Any, ...]] = []
     for runner in runners:
         result, values = runner(runner.model, batch, inputs_by_stage[-1])
         if runner is runners[-1]:
-            return inputs_by_stage, sent_by_stage, output(result)
+            return inputs_by_stage, sent_by_stage, get_output(result)
         sent_by_stage.append(clone_outputs(values))
         inputs_by_stage.append(as_stage_inputs(sent_by_stage[-1]))
     raise AssertionError("no stages")
@@ -126,7 +130,7 @@ def _backward(
 
 @contextmanager
 def _collect_gradients(model: nn.Module) -> Iterator[Gradients]:
-    """Collect the gradients of the block, filled in at its end; the model keeps none."""
+    """Yield a dict that gets the gradients of the model at the end of the block; the model keeps none."""
     gradients: Gradients = {}
     model.zero_grad(set_to_none=True)
     try:
@@ -140,11 +144,13 @@ def _collect_gradients(model: nn.Module) -> Iterator[Gradients]:
 def _compare_gradients(name: str, expected_gradients: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     for parameter, expected in expected_gradients.items():
         gradient = gradients.get(parameter)
-        size = float(expected.abs().max()) if expected.numel() else 0.0
-        difference = size if gradient is None else float((expected - gradient).abs().max()) if expected.numel() else 0.0
-        if not difference <= _TOLERANCE * size:
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        difference = (
+            largest if gradient is None else float((expected - gradient).abs().max()) if expected.numel() else 0.0
+        )
+        if not difference <= _TOLERANCE * largest:
             raise UnsupportedError(
                 f"{name}: split into pipeline stages, the gradient of {parameter} differs by {difference:.3g} from "
-                f"that of the whole model (largest element {size:.3g}); a value passes between layers without its "
-                "gradient; omit --pp"
+                f"that of the whole model (largest element {largest:.3g}); a value passes between layers without its "
+                "gradient; leave out --pp"
             )

@@ -41,7 +41,7 @@ class PayloadSlot(NamedTuple):
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype that is sent, which can represent every value of `dtype`."""
+        """The dtype that is sent, which can represent every value of `dtype` (int64 by its bits)."""
         if self.dtype.is_floating_point:
             return self.dtype
         return torch.float64 if self.dtype.itemsize > 2 else torch.float32
@@ -56,22 +56,23 @@ def merge_payload_slots(
         UnsupportedError: The dtype or the number of dims of a slot differs between microbatches.
     """
     return tuple(
-        _merge_payload_slot(slot, found) for slot, found in zip(slots, zip(*microbatches, strict=True), strict=True)
+        _merge_payload_slot(slot, candidates)
+        for slot, candidates in zip(slots, zip(*microbatches, strict=True), strict=True)
     )
 
 
 def _merge_payload_slot(slot: BoundarySlot, candidates: Sequence[PayloadSlot | None]) -> PayloadSlot:
-    present = [each for each in candidates if each is not None]
-    if not present:
+    payload_slots = [each for each in candidates if each is not None]
+    if not payload_slots:
         return PayloadSlot((0,), torch.float32, requires_grad=False)
-    if len({(len(each.shape), each.dtype) for each in present}) > 1:
-        descriptions = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in present}))
+    if len({(len(each.shape), each.dtype) for each in payload_slots}) > 1:
+        descriptions = " and ".join(sorted({f"{each.dtype} of {len(each.shape)} dims" for each in payload_slots}))
         raise UnsupportedError(
             f"{slot}: the microbatches of one step have {descriptions}, expected one dtype and number of dims; use "
             "microbatches of one kind, or leave out --pp"
         )
-    shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in present), strict=True))
-    return PayloadSlot(shape, present[0].dtype, any(each.requires_grad for each in present))
+    shape = tuple(max(sizes) for sizes in zip(*(each.shape for each in payload_slots), strict=True))
+    return PayloadSlot(shape, payload_slots[0].dtype, any(each.requires_grad for each in payload_slots))
 
 
 def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
@@ -91,7 +92,7 @@ def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
 
 
 def make_receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
-    """Return an empty payload for these slots, on the meta device."""
+    """Return a payload for these slots without values, on the meta device."""
     header = torch.empty((len(slots), 1 + _MAX_DIMS), dtype=torch.float64, device="meta")
     values = (
         torch.empty(each.shape, dtype=each.wire_dtype, device="meta", requires_grad=each.requires_grad)
@@ -105,24 +106,24 @@ def pack(values: Sequence[Any], slots: Sequence[PayloadSlot], device: torch.devi
     rows, tensors = make_header(values), []
     for value, payload_slot in zip(values, slots, strict=True):
         if value is None:
-            empty = torch.zeros(payload_slot.shape, dtype=payload_slot.wire_dtype, device=device)
-            tensors.append(empty.requires_grad_(payload_slot.requires_grad))
+            zeros = torch.zeros(payload_slot.shape, dtype=payload_slot.wire_dtype, device=device)
+            tensors.append(zeros.requires_grad_(payload_slot.requires_grad))
             continue
-        sent = value.view(torch.float64) if value.dtype is torch.int64 else value.to(payload_slot.wire_dtype)
-        if tuple(sent.shape) != payload_slot.shape:
-            padded = sent.new_zeros(payload_slot.shape)
-            padded[tuple(map(slice, sent.shape))] = sent
-            sent = padded
-        if sent is value or is_view(sent) or not sent.is_contiguous():
-            sent = sent.clone(memory_format=torch.contiguous_format)
-        tensors.append(sent)
+        tensor = value.view(torch.float64) if value.dtype is torch.int64 else value.to(payload_slot.wire_dtype)
+        if tuple(tensor.shape) != payload_slot.shape:
+            padded = tensor.new_zeros(payload_slot.shape)
+            padded[tuple(map(slice, tensor.shape))] = tensor
+            tensor = padded
+        if tensor is value or is_view(tensor) or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors.append(tensor)
     shape = (len(rows), 1 + _MAX_DIMS)
     header = torch.empty(shape, dtype=torch.float64, device=device)  # not a view, which could not be detached
     return header.copy_(torch.tensor(rows, dtype=torch.float64).reshape(shape)), *tensors
 
 
 def make_header(values: Sequence[Any]) -> list[list[int]]:
-    """Return the header of values, or of their slots."""
+    """Return the rows of the header for values, or for their `PayloadSlot`s."""
     return [
         [_NONE_MARK] * (1 + _MAX_DIMS)
         if each is None
@@ -142,9 +143,11 @@ def unpack(
         rows: Header of the payload; None reads it from the payload.
     """
     received = list(payload)
-    trained = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
-    if trained:
-        for index, tensor in zip(trained, _ReceivedTensors.apply(*(payload[index] for index in trained)), strict=True):
+    grad_indices = [index for index, tensor in enumerate(payload) if tensor.requires_grad]
+    if grad_indices:
+        for index, tensor in zip(
+            grad_indices, _ReceivedTensors.apply(*(payload[index] for index in grad_indices)), strict=True
+        ):
             received[index] = tensor
     header, *tensors = received
     values: list[Any] = []
@@ -162,7 +165,7 @@ def unpack(
 
 
 class _ReceivedTensors(torch.autograd.Function):  # type: ignore[misc]
-    """Identity; in the backward pass every gradient is present and contiguous, as receive buffers require."""
+    """Identity; in the backward pass every tensor gets a contiguous gradient, as receive buffers require."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Runs the stages of this rank under a schedule of torch, one step at a time.
 
-Every rank has the inputs of every microbatch. torch gets the indices of the microbatches, chunks of a range; each stage
-looks up its inputs, so that microbatches may have any number of images in any order of the schedule. The last stage
-computes the loss itself and gives torch a scalar; logits stay on the rank that computed them.
+Every rank has the inputs of every microbatch. torch's schedule gets only the indices of the microbatches; each stage
+looks up the inputs by index, so that the number of images may differ between microbatches. The last stage computes the
+loss itself and gives torch a scalar; logits stay on the rank that computed them.
 """
 
 from __future__ import annotations
@@ -44,19 +44,25 @@ from ckptx.runtime.parallel.pipeline.ties import (
 
 _logger = logging.getLogger(__name__)
 
-Loss = Callable[[Any, int], Tensor]
+Loss = Callable[[Any, int], Tensor]  # from the output of the model and the index of the microbatch
 
 
 class TorchStage(PipelineStage):  # type: ignore[misc]
     """A stage as torch's schedules run it."""
 
     def __init__(self, run: Callable[..., Any], *args: Any, **settings: Any) -> None:
-        """Replace what torch does with a microbatch by `run`, which gets the model as a callable."""
+        """Create a stage that calls `run` for each microbatch.
+
+        Args:
+            run: Gets the model as a callable, the received payload and the index of the microbatch.
+            args: Arguments of `PipelineStage`.
+            settings: Keyword arguments of `PipelineStage`.
+        """
         super().__init__(*args, **settings)
         self._run = run
 
-    def forward_maybe_with_nosync(self, *payload: Tensor, number: Tensor) -> Any:
-        return self._run(super().forward_maybe_with_nosync, payload, number)
+    def forward_maybe_with_nosync(self, *payload: Tensor, microbatch: Tensor) -> Any:
+        return self._run(super().forward_maybe_with_nosync, payload, microbatch)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: torch would drop the gradients that FSDP2 has accumulated."""
@@ -94,6 +100,7 @@ class Pipeline:
             ties: From `find_ties_across_stages`; the gradients of their copies are summed at the end of each step.
 
         Raises:
+            InputError: The copies of a tied parameter have different values.
             UnsupportedError: The copies of a tied parameter are sharded differently.
         """
         self.runners = [StageRunner(model, stages, number, boundaries) for number, model in sorted(models.items())]
@@ -103,7 +110,7 @@ class Pipeline:
         self._loss: Loss | None = None
         self._payload_slots: dict[int, tuple[PayloadSlot, ...]] = {}
         self._current_schedule: tuple[Any, Any] = (None, None)
-        self._mixed_inputs = [MixedInputs(part.model) for part in self.runners]
+        self._mixed_inputs = [MixedInputs(runner.model) for runner in self.runners]
         for runner in self.runners:
             runner.model.forward = self._wrap_forward(runner, runner.model.forward)
         self._check_ties()
@@ -128,31 +135,34 @@ class Pipeline:
         """
         self._check_inputs(batches)
         self._batches, self._loss = batches, loss
-        is_mixed = self._gather_mixed(batches)
+        inputs_differ = self._gather_if_inputs_differ(batches)
         torch_schedule = self._get_schedule(batches)
-        numbers = torch.arange(len(batches), device=self._device)
+        indices = torch.arange(len(batches), device=self._device)
         losses: list[Tensor] = []
-        schedule_inputs = (numbers,) if self.runners[0].number == 0 else ()
+        schedule_inputs = (indices,) if self.runners[0].number == 0 else ()
         is_last = self.runners[-1].number == self._stages.count - 1
         earlier_gradients = take_gradients(self._ties, self._models)
         for each in self._mixed_inputs:
-            each.set_zero_fill(is_mixed)
-            if is_mixed:
+            each.set_zero_fill(inputs_differ)
+            if inputs_differ:
                 each.gather()
-                each.add_zeros(is_reduced=False)
+                each.add_zeros(reduces_gradients=False)
         torch_schedule.step(
-            *schedule_inputs, number=numbers, target=numbers if is_last else None, losses=losses if is_last else None,
+            *schedule_inputs,
+            microbatch=indices,
+            target=indices if is_last else None,
+            losses=losses if is_last else None,
             return_outputs=False,
-        )  # fmt: skip
+        )
         self._batches, self._loss = (), None
         ranks = {number: self._rank_of_stage(number) for number in range(self._stages.count)}
         sum_gradients(self._ties, self._models, ranks, self._group, earlier_gradients)
         return [each.detach() for each in losses]
 
     def forward(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
-        """Run forward alone, one microbatch after another; arguments and return value are those of `step`."""
+        """Run only the forward pass, one microbatch after another; arguments and return value are those of `step`."""
         losses: list[Tensor] = []
-        self._gather_mixed(batches)
+        self._gather_if_inputs_differ(batches)
         with torch.no_grad():
             for index, batch in enumerate(batches):
 
@@ -192,12 +202,12 @@ class Pipeline:
                 values = self._receive(runner.number)
             if runner.number:
                 slots_by_stage[runner.number] = list(map(make_payload_slot, runner.input_slots, values))
-            output, sent = runner.model(given=(batch, _OpaqueValues(values)))
+            output, sent_values = runner.model(stage_inputs=(batch, _OpaqueValues(values)))
             if on_output is not None:
                 on_output(runner, output)
             if runner.output_slots:
-                slots_by_stage[runner.number + 1] = list(map(make_payload_slot, runner.output_slots, sent))
-                values = tuple(_detach_value(each) for each in sent)
+                slots_by_stage[runner.number + 1] = list(map(make_payload_slot, runner.output_slots, sent_values))
+                values = tuple(_detach_value(each) for each in sent_values)
                 if self._rank_of_stage(runner.number + 1) != dist.get_rank():
                     self._send(values, runner.number + 1)
         return [slots_by_stage.get(number, []) for number in range(self._stages.count)]
@@ -206,11 +216,11 @@ class Pipeline:
         check_copies_are_equal(self._ties, self._models, self._group)
 
     def _check_inputs(self, batches: Sequence[Batch]) -> None:
-        """Refuse inputs that would train silently and wrongly."""
+        """Refuse inputs with which training would silently be wrong."""
         if any("labels" in batch for batch in batches):
             raise UsageError(
                 "Pipeline.step: the inputs, which every stage gets, contain labels; only the loss may use them; pass "
-                "make_loss(labels, items)"
+                "make_loss(labels, num_items)"
             )
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         for index, batch in enumerate(batches, 1):
@@ -226,8 +236,8 @@ class Pipeline:
                 "same; choose them by data_index(mesh), not by rank"
             )
 
-    def _gather_mixed(self, batches: Sequence[Batch]) -> bool:
-        """Gather the modules that only some data ranks call; return True if inputs differ between data ranks."""
+    def _gather_if_inputs_differ(self, batches: Sequence[Batch]) -> bool:
+        """Return True if inputs differ between data ranks; if so, gather the modules that only some may call."""
         if not self._mixed_inputs[0].inputs_differ(batches):
             return False
         if not self._mixed_inputs[0].is_prepared:
@@ -254,47 +264,47 @@ class Pipeline:
         payload: list[Any] = [None]
         dist.recv_object_list(payload, src=self._rank_of_stage(stage - 1), group=self._group, device=self._device)
         return tuple(
-            value.to(self._device).requires_grad_(is_trained) if isinstance(value, Tensor) else value
-            for value, is_trained in payload[0]
+            value.to(self._device).requires_grad_(requires_grad) if isinstance(value, Tensor) else value
+            for value, requires_grad in payload[0]
         )
 
     def _wrap_forward(self, runner: StageRunner, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the only forward with which the model is called, so that FSDP2 gathers and casts around it."""
 
-        def forward(*, given: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
-            batch, opaque_values = given
+        def forward(*, stage_inputs: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
+            batch, opaque_values = stage_inputs
             return runner(stock_forward, batch, opaque_values.values)
 
         return forward
 
-    def _microbatch_runner(self, runner: StageRunner) -> Callable[..., Any]:
+    def _make_microbatch_function(self, runner: StageRunner) -> Callable[..., Any]:
         """Return a function that runs one microbatch from its received payload to the next payload or the loss."""
 
-        def run(model: Callable[..., Any], payload: Sequence[Tensor], number: Tensor) -> Any:
-            index = int(number)
+        def run(model: Callable[..., Any], payload: Sequence[Tensor], microbatch: Tensor) -> Any:
+            index = int(microbatch)
             values = self._unpack(runner, payload) if runner.number else ()
-            output, sent = model(given=(self._batches[index], _OpaqueValues(values)))
+            output, sent_values = model(stage_inputs=(self._batches[index], _OpaqueValues(values)))
             if runner.number == self._stages.count - 1:
                 assert self._loss is not None
                 return self._loss(output, index)
-            return self._pack(runner, sent)
+            return self._pack(runner, sent_values)
 
         return run
 
-    def _pack(self, runner: StageRunner, sent: Sequence[Any]) -> tuple[Tensor, ...]:
-        return pack(sent, self._payload_slots[runner.number + 1], self._device)
+    def _pack(self, runner: StageRunner, sent_values: Sequence[Any]) -> tuple[Tensor, ...]:
+        return pack(sent_values, self._payload_slots[runner.number + 1], self._device)
 
     def _unpack(self, runner: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         return unpack(payload, self._payload_slots[runner.number])
 
     def _get_schedule(self, batches: Sequence[Batch]) -> Any:
-        """Return torch's schedule, built again if a shape changed since the last step.
+        """Return torch's schedule, built again if the shape of an input changed since the last step.
 
         An existing schedule cannot take other shapes, and its stages drop the gradients of FSDP2 when they begin.
         """
         signature = [{name: tuple(value.shape) for name, value in batch.items()} for batch in batches]
         is_new = torch.tensor(int(signature != self._current_schedule[0]), device=self._device)
-        if dist.get_world_size() > 1:  # measuring payloads is collective
+        if dist.get_world_size() > 1:  # all ranks must measure payloads together
             dist.all_reduce(is_new, op=dist.ReduceOp.MAX)
         if int(is_new):
             self._measure_payloads(batches)
@@ -302,6 +312,7 @@ class Pipeline:
         return self._current_schedule[1]
 
     def _measure_payloads(self, batches: Sequence[Batch]) -> None:
+        """Run the microbatches forward, without a schedule, and store the shapes of the values between stages."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             slots_by_batch = [self.run_one_batch(batch) for batch in batches]
@@ -317,20 +328,20 @@ class Pipeline:
     def _build_schedule(self, microbatches: int) -> Any:
         stages = [
             self.stage_class(
-                self._microbatch_runner(part),
-                part.model,
-                part.number,
+                self._make_microbatch_function(runner),
+                runner.model,
+                runner.number,
                 self._stages.count,
                 self._device,
-                input_args=make_receive_buffers(self._payload_slots[part.number])
-                if part.number
+                input_args=make_receive_buffers(self._payload_slots[runner.number])
+                if runner.number
                 else torch.empty(1, dtype=torch.int64),
-                output_args=make_receive_buffers(self._payload_slots[part.number + 1])
-                if part.output_slots
+                output_args=make_receive_buffers(self._payload_slots[runner.number + 1])
+                if runner.output_slots
                 else torch.empty(()),
                 group=self._group,
             )
-            for part in self.runners
+            for runner in self.runners
         ]
         size = dist.get_world_size(self._group)
         _logger.info("%s: stages %s of %d, %d microbatches", self._schedule.name,

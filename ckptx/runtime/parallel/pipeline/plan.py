@@ -52,7 +52,7 @@ class PipelinePlan:
 
     @property
     def names_of_copies(self) -> dict[str, str]:
-        """Names of copies on later stages -> the name in the whole model."""
+        """Name of each copy of a tied parameter, on any stage -> name of the parameter in the whole model."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
     def models(self, whole_model: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
@@ -103,8 +103,8 @@ def make_text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
 
 def get_logits(model: nn.Module, output: Any) -> Tensor:
     """Return the logits from the output of a language model."""
-    found: Tensor = output.logits
-    return found
+    logits: Tensor = output.logits
+    return logits
 
 
 def plan_pipeline(
@@ -123,22 +123,22 @@ def plan_pipeline(
     """Plan how a model is split into stages; every rank calls it.
 
     Args:
-        model: The whole model, on the meta device, before anything made it parallel.
+        model: The whole model, on the meta device, before it is parallelized.
         config: Contents of its `config.json`.
         dims: Sizes of the mesh.
         microbatches: Microbatches per step.
         schedule: Name of a schedule, see `schedules`.
         split: Rule or layer counts of the stages, see `ckptx.layout.stages`.
-        activation_checkpointing: The value that `parallelize` will get.
-        batches: Makes arguments of each kind that will come (with a mask, with an image) for a small model of the
-            class; the values that its stages need for them are what these stages send each other.
-        output: Takes the tensor to compare from the output of the model.
+        activation_checkpointing: Mode that `parallelize` will get.
+        batches: Makes batches for a small model of the class, one of each kind that training will use (with a mask,
+            with an image); the stages send each other the values that these batches require.
+        output: Returns the tensor to compare, given a model and its output.
         find_boundaries: Finds the values at the boundaries; None means `find_boundaries_on_rank_0`, which every rank
             must call.
 
     Raises:
-        UnsupportedError: The model cannot be split, or not in this way.
-        UsageError: There is no such schedule or split, or there are too few microbatches.
+        UnsupportedError: The model cannot be split, or not with this schedule.
+        UsageError: There is no such schedule or split, or the number of microbatches does not suit the schedule.
     """
     architecture = find_architecture(config)
     stacks = architecture.stacks(config) if architecture is not None else ()
@@ -169,7 +169,7 @@ def plan_pipeline_of_stacks(
     output: GetOutput,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
-    """Plan a pipeline like `plan_pipeline`, for known layer stacks; None means one microbatch per stage."""
+    """Plan a pipeline like `plan_pipeline`, for known layer stacks; `microbatches` None means one per stage."""
     resolved_schedule = find_schedule(schedule)
     microbatch_count = microbatches or dims.pp * resolved_schedule.stages_per_rank
     check_schedule(
@@ -188,32 +188,37 @@ def plan_pipeline_of_stacks(
 
 
 def find_boundaries_on_rank_0(
-    model: nn.Module, stages: StageMap, schedule: Schedule, batches: MakeBatches, output: GetOutput
+    model: nn.Module, stages: StageMap, schedule: Schedule, make_batches: MakeBatches, get_output: GetOutput
 ) -> StageBoundaries:
     """Return the boundaries that `find_and_check_boundaries` finds on rank 0, on every rank."""
     own_boundaries = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
             own_boundaries = find_and_check_boundaries(
-                model, stages, batches, output, split_backward=schedule.splits_backward
+                model, stages, make_batches, get_output, split_backward=schedule.splits_backward
             )
     boundaries: StageBoundaries = broadcast_object(own_boundaries)
     return boundaries
 
 
 def find_and_check_boundaries(
-    model: nn.Module, stages: StageMap, batches: MakeBatches, output: GetOutput, *, split_backward: bool = False
+    model: nn.Module,
+    stages: StageMap,
+    make_batches: MakeBatches,
+    get_output: GetOutput,
+    *,
+    split_backward: bool = False,
 ) -> StageBoundaries:
-    """Return the values that cross from stage to stage, found with a small model and checked with a dry run of it."""
+    """Return the values that stages must send each other, found with a small model and checked with a dry run of it."""
     small_model = tiny_model(model.config, type(model))
-    small_batches = batches(small_model)
-    boundaries = discover_boundaries(small_model, stages, small_batches, lambda each: output(small_model, each))
+    small_batches = make_batches(small_model)
+    boundaries = discover_boundaries(small_model, stages, small_batches, lambda each: get_output(small_model, each))
     dry_run_stages(
         small_model,
         stages,
         boundaries,
         small_batches,
-        lambda each: output(small_model, each),
+        lambda each: get_output(small_model, each),
         split_backward=split_backward,
     )
     return boundaries

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ckptx.errors import UnsupportedError, UsageError
 
-_MIN_SPLIT_BACKWARD_VERSION = (2, 13)
+_MIN_SPLIT_BACKWARD_VERSION = (2, 13)  # of torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Schedule:
 
     Attributes:
         name: Name as torch spells it.
-        stages_per_rank: Stages per rank.
+        stages_per_rank: Number of stages of each rank.
         is_v_shaped: True if ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and
             3).
         splits_backward: True if gradients of inputs and of weights are computed at different times ("zero bubble").
@@ -77,16 +77,16 @@ def can_split_backward() -> bool:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule of a name, in any case.
+    """Return the schedule with a name, in upper or lower case.
 
     Raises:
         UsageError: No schedule has this name.
     """
-    found = SCHEDULES.get(name.lower())
-    if found is None:
+    schedule = SCHEDULES.get(name.lower())
+    if schedule is None:
         names = ", ".join(sorted(SCHEDULES))
         raise UsageError(f"--schedule {name}: unknown schedule; choose one of {names}")
-    return found
+    return schedule
 
 
 def check_schedule(
@@ -102,7 +102,7 @@ def check_schedule(
 
     Raises:
         UnsupportedError: The combination gives wrong gradients or fails; the message names it.
-        UsageError: There are too few microbatches.
+        UsageError: The number of microbatches does not suit the schedule.
     """
     option = f"--schedule {schedule.name.lower()}"
     if schedule.splits_backward and data_parallel > 1:
@@ -122,11 +122,11 @@ def check_schedule(
             f"{option}: cannot be combined with sequence parallelism, as stages send whole activations; leave out "
             "sequence parallelism"
         )
-    stages = pp * schedule.stages_per_rank
-    if schedule.name == "1F1B" and microbatches < stages:
+    stage_count = pp * schedule.stages_per_rank
+    if schedule.name == "1F1B" and microbatches < stage_count:
         raise UsageError(
-            f"{option}: requires at least {stages} microbatches for {stages} stages, not {microbatches}; use more, or "
-            "use gpipe"
+            f"{option}: requires at least {stage_count} microbatches for {stage_count} stages, not {microbatches}; "
+            "use more, or use gpipe"
         )
     rounds = max(1, microbatches // pp)
     if schedule.name.startswith("Interleaved") and microbatches % rounds:
@@ -142,7 +142,12 @@ def check_schedule(
 
 
 def make_fsdp_refusal(schedule: Schedule, reason: str) -> str:
-    """Return the message that refuses a schedule that splits the backward pass with FSDP2."""
+    """Return the message that refuses to combine FSDP2 with a schedule that splits the backward pass.
+
+    Args:
+        schedule: The schedule.
+        reason: Reason why FSDP2 is used, which the message quotes.
+    """
     return (
         f"--schedule {schedule.name.lower()}: with FSDP2 ({reason}) torch gives wrong gradients, as it computes those "
         "of weights at another time than FSDP2 reduces them; use 1f1b, interleaved1f1b or gpipe"

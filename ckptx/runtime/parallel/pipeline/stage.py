@@ -23,7 +23,7 @@ from ckptx.runtime.model.layers import is_layer_list
 
 _MAX_CACHED_OUTPUTS = 64  # outputs that a stub caches, one for each set of input shapes
 
-# The structure of a module's output: tuples, lists and dicts with LIKE for a tensor shaped like its first input.
+# The structure of a module's output: tuples, lists and dicts with LIKE_FIRST_INPUT in the place of tensors.
 OutputStructure = Any
 
 
@@ -41,7 +41,7 @@ class Stub(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, original: nn.Module, output_structure: OutputStructure, device: torch.device | str) -> None:
-        """Create a stub; with form None, the original runs on the meta device to find its output."""
+        """Create a stub; if the output structure is None, the original runs on the meta device to find its output."""
         super().__init__()
         object.__setattr__(self, "_original", original)
         self._output_structure = output_structure
@@ -52,8 +52,8 @@ class Stub(nn.Module):  # type: ignore[misc]
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(self.__dict__["_original"], name)
-        return _make_nan(found.shape, found.dtype, self._device) if isinstance(found, Tensor) else found
+            value = getattr(self.__dict__["_original"], name)
+        return _make_nan(value.shape, value.dtype, self._device) if isinstance(value, Tensor) else value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
@@ -102,9 +102,9 @@ def make_stage(
     modules_after = {name for stack in stages.stacks for name in stack.after}
 
     def strip(module: nn.Module, path: str) -> None:
-        lead = f"{path}." if path else ""
+        prefix = f"{path}." if path else ""
         for key, child in module._modules.items():
-            name = f"{lead}{key}"
+            name = f"{prefix}{key}"
             if child is None:
                 continue
             if name in path_modules or is_layer_list(child):
@@ -121,18 +121,17 @@ def make_stage(
         stored = set(module.state_dict(keep_vars=True))
         for tensors in (module._parameters, module._buffers):
             for key, tensor in list(tensors.items()):
-                if tensor is not None and key in stored and stages.stage_of(f"{lead}{key}") != stage:
+                if tensor is not None and key in stored and stages.stage_of(f"{prefix}{key}") != stage:
                     del tensors[key]
-                    shape = (
-                        () if f"{lead}{key}" in modules_after else tensor.shape
-                    )  # the tensor that it is added to is like an input
+                    # one element after the layers: it is added to the output of a stub, which is shaped like the input
+                    shape = () if f"{prefix}{key}" in modules_after else tensor.shape
                     object.__setattr__(module, key, _make_nan(shape, tensor.dtype, device))
 
     strip(model, "")
 
 
 def modules_on_layer_path(stages: StageMap) -> list[str]:
-    """Return the modules on the path to the layers, with "" for the model and the lists; outermost first."""
+    """Return the paths of the model (""), of the modules around the layers, and of the layer lists; outermost first."""
     paths = {"": None}
     for stack in stages.stacks:
         parts = stack.path.split(".")

@@ -66,7 +66,7 @@ def find_later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> l
 
 
 def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """Remove from every copy the gradient of earlier steps, which is summed already; return them by name of the tie."""
+    """Remove the gradients of earlier steps, which are already summed, from all copies; return them by tie name."""
     gradients = {}
     for tie in ties:
         for stage, name in tie.copies.items():
@@ -85,7 +85,7 @@ def sum_gradients(
     group: dist.ProcessGroup,
     earlier_gradients: Mapping[str, Tensor],
 ) -> None:
-    """Give every copy the sum of the gradients of all copies, added in the order of the stages.
+    """Set the gradient of every copy to the sum of the gradients of all copies, added in the order of the stages.
 
     Args:
         ties: From `find_ties_across_stages`; the same on every rank.
@@ -93,9 +93,6 @@ def sum_gradients(
         ranks_by_stage: Global rank of each stage of this pipeline.
         group: Ranks of the pipeline; each calls this after its step, when FSDP2 has reduced.
         earlier_gradients: Gradients from `take_gradients` before the step, which are added to the sum.
-
-    Raises:
-        UnsupportedError: The stages shard a parameter differently.
     """
     own_rank = dist.get_rank()
     for tie in ties:
@@ -135,7 +132,7 @@ def sum_gradients(
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Return a checksum of the bits of a tensor: two numbers that depend on all elements and their positions."""
+    """Return a checksum of the bits of a tensor: a sum over all elements, and one weighted by their positions."""
     sums = [0, 0]
     bits = tensor.contiguous().reshape(-1).view(_INTEGER_DTYPES[tensor.element_size()])
     for index, chunk in enumerate(bits.split(_CHUNK_NUMEL)):
@@ -170,18 +167,18 @@ def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module],
         ]
         for tie in ties
     }
-    gathered: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
+    shardings_and_checksums: list[tuple[dict[str, list[str]], dict[str, list[str]]]] = [
         ({}, {}) for _ in range(dist.get_world_size(group))
     ]
-    dist.all_gather_object(gathered, (own_shardings, own_checksums), group=group)
+    dist.all_gather_object(shardings_and_checksums, (own_shardings, own_checksums), group=group)
     for tie in ties:
-        shardings = sorted({form for each, _ in gathered for form in each[tie.name]})
+        shardings = sorted({sharding for each, _ in shardings_and_checksums for sharding in each[tie.name]})
         if len(shardings) > 1:
             raise UnsupportedError(
                 f"{tie.name}: its copies {', '.join(tie.copies.values())} on several pipeline stages are sharded "
                 f"differently ({' and '.join(shardings)}); set one style for both with --tp-plan, or leave out --pp"
             )
-        if len({each for _, found in gathered for each in found[tie.name]}) > 1:
+        if len({each for _, checksums in shardings_and_checksums for each in checksums[tie.name]}) > 1:
             raise InputError(
                 f"{tie.name}: the config ties {' and '.join(tie.copies.values())}, but their values differ; set "
                 "tie_word_embeddings to false, or use a checkpoint where they are equal"
@@ -189,8 +186,8 @@ def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module],
 
 
 def _describe_sharding(parameter: Tensor) -> str:
-    placed = f", {parameter.placements}" if isinstance(parameter, DTensor) else ""
-    return f"{tuple(_detached_local(parameter).shape)}{placed}"
+    placements = f", {parameter.placements}" if isinstance(parameter, DTensor) else ""
+    return f"{tuple(_detached_local(parameter).shape)}{placements}"
 
 
 def find_parameter(model: nn.Module, name: str) -> nn.Parameter:

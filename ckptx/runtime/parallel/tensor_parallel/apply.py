@@ -60,16 +60,16 @@ class TensorParallelLayout:
     @classmethod
     def merge(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
         """Merge the layouts of several pipeline stages of one model; None without TP."""
-        found = [each for each in layouts if each is not None]
-        if not found:
+        stage_layouts = [each for each in layouts if each is not None]
+        if not stage_layouts:
             return None
         return cls(
-            found[0].tp,
-            found[0].rank,
-            {name: decision for each in found for name, decision in each.decisions.items()},
-            {name: shape for each in found for name, shape in each.shapes.items()},
-            tuple(dict.fromkeys(name for each in found for name in each.gathered_modules)),
-            {name: aligned for each in found for name, aligned in each.gathered_outputs.items()},
+            stage_layouts[0].tp,
+            stage_layouts[0].rank,
+            {name: decision for each in stage_layouts for name, decision in each.decisions.items()},
+            {name: shape for each in stage_layouts for name, shape in each.shapes.items()},
+            tuple(dict.fromkeys(name for each in stage_layouts for name in each.gathered_modules)),
+            {name: aligned for each in stage_layouts for name, aligned in each.gathered_outputs.items()},
         )
 
     def local_regions(self, name: str, rank: int | None = None) -> list[Region] | None:
@@ -94,17 +94,17 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
 
     Args:
         model: On the meta device before it is loaded; on another device each rank keeps its shard of the values.
-        mesh: The TP ranks.
+        mesh: Mesh of the TP ranks.
         plan: Plan from `find_plan`.
 
     Raises:
-        UnsupportedError: A shard splits a head that the forward pass requires whole, or a layer does not match its
-            `sequence` row.
+        UnsupportedError: A shard splits a head that the forward pass requires whole, or a layer does not match the
+            modules that `plan.sequence` names.
     """
     ranks = TpRanks.of(mesh)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    decisions = {name: _decide_sharding(plan, name, shapes, ranks.size) for name in parameters}
+    decisions = {name: _decide_parameter_placement(plan, name, shapes, ranks.size) for name in parameters}
     decisions_by_id = {id(parameter): decisions[name] for name, parameter in parameters.items()}
     all_decisions = {
         name: decisions_by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -124,12 +124,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
 
 
 def find_gather_unit(name: str) -> str:
-    """Return the unit of a tensor: the module of a layer whose tensors all run as shards, or are all gathered.
+    """Return the path of the unit of a tensor: a module whose tensors either all run as shards, or are all gathered.
 
     Example:
-        >>> unit_of("model.layers.3.self_attn.q_proj.weight")
+        >>> find_gather_unit("model.layers.3.self_attn.q_proj.weight")
         'model.layers.3.self_attn'
-        >>> unit_of("lm_head.weight")
+        >>> find_gather_unit("lm_head.weight")
         'lm_head'
     """
     parts = name.split(".")[:-1]
@@ -137,8 +137,10 @@ def find_gather_unit(name: str) -> str:
     return ".".join(parts if index is None else parts[: index + 2])
 
 
-def _decide_sharding(plan: TpPlan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int) -> PlacementDecision:
-    """Decide as `ckptx reshard` does: a scale follows its weight."""
+def _decide_parameter_placement(
+    plan: TpPlan, name: str, shapes: Mapping[str, tuple[int, ...]], tp: int
+) -> PlacementDecision:
+    """Decide the placement of a parameter as `ckptx reshard` does: a scale follows its weight."""
     module, _, leaf = name.rpartition(".")
     weight_name = f"{module}.weight"
     if leaf in ("weight", "bias") or weight_name not in shapes:
@@ -189,7 +191,7 @@ def _shard_parameter(parameter: nn.Parameter, sharding: TpSharding, ranks: TpRan
 
 
 def _torch_placement(sharding: TpSharding) -> TorchPlacement:
-    groups = len(sharding.regions[0])  # the first rank has a part of each
+    groups = len(sharding.regions[0])  # the first rank has a part of each group
     widths = {sum(local[i].sizes[sharding.dim] for local in sharding.regions if len(local) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
         return StridedShard(sharding.dim, split_factor=groups)
@@ -223,19 +225,19 @@ def _can_run_on_shards(
     """Return True if everything in a unit can run on shards."""
     head_widths: set[int] = set()
     for name in names:
-        matched_rule, placement = plan.rule_of(name), decisions[name].placement
-        if matched_rule is None:
+        match, placement = plan.rule_of(name), decisions[name].placement
+        if match is None:
             if placement is not None or _is_activation_parameter(modules, name):
-                return False  # tied to a parameter with a rule, or it gets the features of one rank only (Apertus)
+                return False  # tied to a parameter with a rule, or applied to the features of one rank only (Apertus)
             continue
-        kind = STYLES[matched_rule[1].style]
-        if not plan.runs_on_shards(name) and (kind.is_sharding or matched_rule[1].decided_by == "user plan"):
+        kind = STYLES[match[1].style]
+        if not plan.runs_on_shards(name) and (kind.is_sharding or match[1].decided_by == "user plan"):
             return False
         if placement is None and kind.is_sharding and not name.endswith("bias"):
-            return False  # too small to shard, while the parameters that match it are sharded
-        if placement is not None and not _is_style_supported(plan, modules, name, matched_rule[1].style, decisions, tp):
+            return False  # too small to shard, while the parameters that it is used with are sharded
+        if placement is not None and not _is_style_supported(plan, modules, name, match[1].style, decisions, tp):
             return False
-        head_widths |= {width for _, width in matched_rule[1].heads}
+        head_widths |= {width for _, width in match[1].heads}
     return not (head_widths and any(_is_per_head(plan, modules, name, head_widths) for name in names))
 
 
@@ -275,18 +277,20 @@ def _is_style_supported(
         return leaf in ("weight", "bias") and placement.dim == dim and len(placement.groups) == 1
     if isinstance(module, nn.Embedding):
         dim = {StyleKind.EMBEDDING_ROWWISE: 0, StyleKind.EMBEDDING_COLWISE: 1}.get(kind)
-        is_linear = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
+        has_linear_forward = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
             "ScaledWordEmbedding"
         )
-        return placement.dim == dim and is_linear
-    owner_style = plan.style_of(path)
-    if owner_style == "local_params":
+        return placement.dim == dim and has_linear_forward
+    module_style = plan.style_of(path)
+    if module_style == "local_params":
         return kind is StyleKind.COLWISE
-    return owner_style in EXPERT_STYLES and _can_experts_run_sharded(path, module, decisions, tp)
+    return module_style in EXPERT_STYLES and _can_experts_run_on_shards(path, module, decisions, tp)
 
 
-def _can_experts_run_sharded(path: str, module: nn.Module, decisions: Mapping[str, PlacementDecision], tp: int) -> bool:
-    """Return True if the shards of fused experts compute a partial sum on each rank.
+def _can_experts_run_on_shards(
+    path: str, module: nn.Module, decisions: Mapping[str, PlacementDecision], tp: int
+) -> bool:
+    """Return True if fused experts can run on shards: then each rank computes a partial sum.
 
     A replicated bias would be added once by each rank. A [gate|up] tensor that is sharded as one part gives a rank
     gates without their ups; such a tensor is twice as wide as the input of the down projection (Inkling, whose plan in
@@ -320,7 +324,7 @@ def _find_gathered_outputs(
     for name, decision in decisions.items():
         module = name.rpartition(".")[0]
         is_sharded = decision.placement is not None and module != plan.sharded_head
-        if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_inside(name, scopes):
+        if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_in_any_module(name, scopes):
             gathered_outputs[module] = gathered_outputs.get(module, True) and decision.aligned
     return gathered_outputs
 
@@ -333,14 +337,14 @@ def _refuse_split_heads(
     tp: int,
 ) -> None:
     for name, decision in decisions.items():
-        matched_rule = plan.rule_of(name)
+        match = plan.rule_of(name)
         if (
             is_aligned(shapes[name], decision.placement, tp)
-            or matched_rule is None
-            or matched_rule[1].style in (*GATHER_STYLES, *SPLIT_STYLES)
+            or match is None
+            or match[1].style in (*GATHER_STYLES, *SPLIT_STYLES)
         ):
             continue
-        if not _is_inside(name, gathered_units):
+        if not _is_in_any_module(name, gathered_units):
             assert decision.placement is not None
             raise UnsupportedError(
                 f"{plan.class_name}: tp={tp} would split {name} inside a head of size "
@@ -348,7 +352,8 @@ def _refuse_split_heads(
             )
 
 
-def _is_inside(name: str, paths: Iterable[str]) -> bool:
+def _is_in_any_module(name: str, paths: Iterable[str]) -> bool:
+    """Return True if a parameter belongs to one of the modules."""
     return any(name.startswith(f"{path}.") for path in paths)
 
 
@@ -366,7 +371,7 @@ def _install_styles(
     sequence_sharding = sequence.shard_sequence(modules, plan, sharded_modules, scopes)
     sequence.install_gradient_sums(modules, sequence_sharding, ranks)
     for path, module in modules.items():
-        if path and not _is_inside(f"{path}.", gathered_units):
+        if path and not _is_in_any_module(f"{path}.", gathered_units):
             _install_style(model, module, plan, path, path in sharded_modules, sequence_sharding, ranks)
     for scope in scopes:
         inner_parameters = [each for name, each in parameters if name.startswith(f"{scope}.")]
@@ -392,30 +397,39 @@ def _install_style(
 ) -> None:
     """Install the style of one module, if it has one."""
     style = plan.style_of(path)
-    on_sequence = sequence_sharding.has_partial_output(path)
+    is_sequence_parallel = sequence_sharding.has_partial_output(path)
     kind = STYLES[style]
     if style == "replicated_with_grad_allreduce":
         styles.sum_partial_gradients(module, ranks)
     elif style == "mla_kv_a_proj":
-        styles.mla_kv_a_proj(module, ranks, _rope_dim(model))
+        styles.install_mla_kv_a_proj(module, ranks, _rope_dim(model))
     elif style == "moe_identity_expert":
-        styles.identity_expert(module, ranks)
+        styles.install_identity_expert(module, ranks)
     elif not is_sharded:
         return
     elif style == "local_params":
-        styles.local_params(module, ranks)
+        styles.install_local_params(module, ranks)
     elif style in EXPERT_STYLES:
-        styles.experts(module, ranks, is_sequence_parallel=on_sequence)
+        styles.install_experts(module, ranks, is_sequence_parallel=is_sequence_parallel)
     elif isinstance(module, nn.Embedding):
-        install = styles.embedding_rowwise if kind is StyleKind.EMBEDDING_ROWWISE else styles.embedding_colwise
+        install = (
+            styles.install_embedding_rowwise
+            if kind is StyleKind.EMBEDDING_ROWWISE
+            else styles.install_embedding_colwise
+        )
         install(module, ranks)
     elif kind is StyleKind.COLWISE:
         output = "gathered" if style in GATHER_STYLES else "sharded"
-        styles.colwise(
-            module, ranks, output="dtensor" if path == plan.sharded_head else output, is_sequence_parallel=on_sequence
+        styles.install_colwise(
+            module,
+            ranks,
+            output="dtensor" if path == plan.sharded_head else output,
+            is_sequence_parallel=is_sequence_parallel,
         )
     elif kind is StyleKind.ROWWISE:
-        styles.rowwise(module, ranks, splits_input=style in SPLIT_STYLES, is_sequence_parallel=on_sequence)
+        styles.install_rowwise(
+            module, ranks, splits_input=style in SPLIT_STYLES, is_sequence_parallel=is_sequence_parallel
+        )
 
 
 def _rope_dim(model: nn.Module) -> int:

@@ -1,15 +1,15 @@
-"""The six differentiable collectives of tensor parallelism, over one process group.
+"""The differentiable collectives of tensor parallelism, over one process group.
 
-Activations and gradients are either equal on all ranks ("whole") or one slice per rank, and a gradient may be
-partial: each rank has its own summand. Forward and backward of each function (Megatron-LM, arXiv 1909.08053 and
-2205.05198):
+Activations and gradients are equal on all ranks ("whole"), one slice per rank, or partial: each rank has its own
+summand. Forward and backward of each function (Megatron-LM, arXiv 1909.08053 and 2205.05198):
 
-    copy_to_ranks   whole -> whole          backward: sum over ranks
-    sum_over_ranks  partial -> whole        backward: nothing
-    gather          slices -> whole         backward: own slice
-    split           whole -> own slice      backward: gather
-    gather_partial  slices -> whole         backward: sum over ranks, own slice
-    scatter_sum     partial -> own slice    backward: gather
+    copy_to_ranks     whole -> whole          backward: sum over ranks
+    sum_over_ranks    partial -> whole        backward: identity
+    gather            slices -> whole         backward: own slice
+    split             whole -> own slice      backward: gather
+    gather_partial    slices -> whole         backward: own slice of the sum over ranks
+    scatter_sum       partial -> own slice    backward: gather
+    gather_parameter  shards -> whole         backward: own shard
 
 Slices are ceil-chunks, as from `torch.chunk`, so the last ones may be shorter or empty.
 """
@@ -37,7 +37,7 @@ class TpRanks(NamedTuple):
 
     Attributes:
         mesh: Mesh with one dim.
-        group: Their process group.
+        group: Process group of the ranks.
         rank: TP rank of this process.
         size: Number of TP ranks.
     """
@@ -54,7 +54,7 @@ class TpRanks(NamedTuple):
 
 
 def all_reduce(x: torch.Tensor, op: str, ranks: TpRanks) -> torch.Tensor:
-    """Return the reduction over ranks in a new tensor; no gradient."""
+    """Return the reduction over ranks by `op`, "sum" or "max", in a new tensor; no gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, ranks.group))
 
 
@@ -144,13 +144,15 @@ class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]  # torch say
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, total: int, is_partial: bool, ranks: TpRanks) -> torch.Tensor:
-        ctx.dim, ctx.is_partial, ctx.ranks = dim, is_partial, ranks
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, total: int, has_partial_gradient: bool, ranks: TpRanks
+    ) -> torch.Tensor:
+        ctx.dim, ctx.has_partial_gradient, ctx.ranks = dim, has_partial_gradient, ranks
         return all_gather(x, dim, total, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        if ctx.is_partial:
+        if ctx.has_partial_gradient:
             return reduce_scatter(grads[0], ctx.dim, ctx.ranks), None, None, None, None
         return own_slice(grads[0], ctx.dim, ctx.ranks), None, None, None, None
 
@@ -189,43 +191,43 @@ def copy_to_ranks(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """Return a whole tensor as input of computations that differ by rank: its gradients are summed."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    found: torch.Tensor = _CopyToRanks.apply(x, ranks)
-    return found
+    result: torch.Tensor = _CopyToRanks.apply(x, ranks)
+    return result
 
 
 def sum_over_ranks(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
     """Return the sum of the ranks' partial results."""
-    found: torch.Tensor = _SumOverRanks.apply(x, ranks)
-    return found
+    result: torch.Tensor = _SumOverRanks.apply(x, ranks)
+    return result
 
 
 def gather(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
-    """Gather the slices of all ranks, for computations that are equal on all of them."""
-    found: torch.Tensor = _Gather.apply(x, dim, total, False, ranks)
-    return found
+    """Gather the slices of all ranks along `dim`, of `total` elements, for computations that are equal on all ranks."""
+    result: torch.Tensor = _Gather.apply(x, dim, total, False, ranks)
+    return result
 
 
 def gather_partial(x: torch.Tensor, dim: int, total: int, ranks: TpRanks) -> torch.Tensor:
-    """Gather the slices of all ranks, for computations that differ by rank."""
-    found: torch.Tensor = _Gather.apply(x, dim, total, True, ranks)
-    return found
+    """Gather the slices of all ranks along `dim`, of `total` elements, for computations that differ by rank."""
+    result: torch.Tensor = _Gather.apply(x, dim, total, True, ranks)
+    return result
 
 
 def split(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """Return this rank's slice."""
-    found: torch.Tensor = _Split.apply(x, dim, False, ranks)
-    return found
+    """Return this rank's slice of a whole tensor along `dim`."""
+    result: torch.Tensor = _Split.apply(x, dim, False, ranks)
+    return result
 
 
 def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
-    """Return this rank's slice of the sum of the ranks' partial results."""
-    found: torch.Tensor = _Split.apply(x, dim, True, ranks)
-    return found
+    """Return this rank's slice along `dim` of the sum of the ranks' partial results."""
+    result: torch.Tensor = _Split.apply(x, dim, True, ranks)
+    return result
 
 
 def gather_parameter(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
     """Return a whole parameter, for computations that are equal on all ranks: its gradient is not summed."""
-    found: torch.Tensor = _GatherShards.apply(local, shape, dim, regions, ranks)
-    return found
+    result: torch.Tensor = _GatherShards.apply(local, shape, dim, regions, ranks)
+    return result

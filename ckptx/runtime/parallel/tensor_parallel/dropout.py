@@ -48,7 +48,7 @@ class RngStreams:
         return self._generator is not None and self._generator.initial_seed() == self._own_seed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the state of a generator is no part of a graph
-    def use_own(self, device: torch.device) -> None:
+    def use_own_stream(self, device: torch.device) -> None:
         """Switch to the rank's own stream; one number of the shared stream is skipped."""
         if self.uses_own_stream:
             return
@@ -61,7 +61,7 @@ class RngStreams:
         generator.manual_seed(self._own_seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def use_shared(self) -> None:
+    def use_shared_stream(self) -> None:
         """Switch back to the stream that TP ranks share."""
         if self.uses_own_stream:
             assert self._generator is not None
@@ -80,11 +80,11 @@ def install_rng_streams(
     """Install the switches on a model, after all other styles; none on a model without dropout.
 
     Args:
-        model: Model that contains `modules`; its dropout probabilities as for training.
+        model: Model that contains `modules`, with the dropout probabilities of training.
         modules: All modules of the model, by path.
         plan: Plan from `find_plan`.
         sharded_modules: Modules with sharded parameters.
-        gathered_modules: Modules whose parameters are gathered around their forward pass: their results are whole.
+        gathered_modules: Modules whose parameters are gathered around their forward pass, so that outputs are whole.
         sequence_sharding: Sharding of the sequence.
         ranks: TP ranks.
     """
@@ -118,12 +118,12 @@ def has_dropout(model: nn.Module) -> bool:
     configs = [module.__dict__["config"] for module in model.modules() if "config" in module.__dict__]
     nested = [getattr(config, key, None) for config in configs for key in getattr(config, "sub_configs", ())]
     settings = (
-        each if isinstance(each, Mapping) else vars(each)  # some classes keep a nested config as it was read
+        each if isinstance(each, Mapping) else vars(each)  # some classes keep a nested config as a dict
         for each in (*model.modules(), *configs, *nested)
         if isinstance(each, Mapping) or hasattr(each, "__dict__")
     )
-    is_dropout = any(isinstance(each, DropoutNd) and each.p > 0 for each in model.modules())
-    return is_dropout or any(
+    has_dropout_module = any(isinstance(each, DropoutNd) and each.p > 0 for each in model.modules())
+    return has_dropout_module or any(
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and value > 0
@@ -140,7 +140,7 @@ def _use_own_stream_after(module: nn.Module, streams: RngStreams) -> None:
     def forward(x: torch.Tensor) -> Any:
         y = original_forward(x)
         if module.training:
-            streams.use_own(y.device)
+            streams.use_own_stream(y.device)
         return y
 
     module.forward = forward
@@ -152,7 +152,7 @@ def _use_shared_stream_before(module: nn.Module, streams: RngStreams) -> None:
 
     def forward(x: torch.Tensor) -> Any:
         if module.training:
-            streams.use_shared()
+            streams.use_shared_stream()
         return original_forward(x)
 
     module.forward = forward
@@ -167,11 +167,11 @@ def _use_own_stream_within(module: nn.Module, streams: RngStreams) -> None:
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         if not module.training or first is None or streams.uses_own_stream:
             return original_forward(*args, **kwargs)
-        streams.use_own(first.device)
+        streams.use_own_stream(first.device)
         try:
             return original_forward(*args, **kwargs)
         finally:
-            streams.use_shared()
+            streams.use_shared_stream()
 
     module.forward = forward
 
@@ -191,15 +191,20 @@ def _use_shared_stream_after(module: nn.Module, streams: RngStreams) -> None:
         try:
             return original_forward(*args, **kwargs)
         finally:
-            streams.use_shared()
+            streams.use_shared_stream()
 
     module.forward = forward
 
 
 def _find_scopes(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Iterable[str]) -> Iterator[str]:
-    """Yield the smallest module around a colwise one that has a rowwise one, and the layer; else the model."""
+    """Yield the paths of the smallest module with both a colwise module and a rowwise one, and of its layer.
+
+    If there is neither, the model ("") is yielded.
+    """
     enclosing_paths = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
-    smallest = next((each for each in enclosing_paths if any(is_inside(end, each) for end in rowwise_paths)), None)
+    smallest = next(
+        (each for each in enclosing_paths if any(is_inside(rowwise_path, each) for rowwise_path in rowwise_paths)), None
+    )
     layer = next(
         (each for each in enclosing_paths if each.rpartition(".")[2].isdecimal() and _has_forward(modules[each])), None
     )
@@ -221,7 +226,7 @@ def _dropouts_on_sequence_slices(modules: Mapping[str, nn.Module], sharding: Seq
 
 
 def _check_states_on_first_pass(model: nn.Module, ranks: TpRanks) -> None:
-    """Compare the generator states of the TP ranks before the first pass in training mode."""
+    """Make the model compare the generator states of the TP ranks before its first pass in training mode."""
 
     def compare(module: nn.Module, *_: Any) -> None:
         if not module.training:
@@ -237,8 +242,7 @@ def _check_states_on_first_pass(model: nn.Module, ranks: TpRanks) -> None:
         if differing_rank is not None:
             raise UsageError(
                 f"dropout: the RNG states of TP ranks 0 and {differing_rank} differ, must be equal for replicas to "
-                "stay equal; "
-                "call randomness.seed(number, mesh) on every rank before the first step"
+                "stay equal; call ckptx.runtime.seed(number, mesh) on every rank before the first step"
             )
 
     handle = model.register_forward_pre_hook(compare)

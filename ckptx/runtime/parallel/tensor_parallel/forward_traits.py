@@ -1,7 +1,8 @@
 """Collects the verified facts about the forward pass of a transformers class, for the runtime.
 
-The rows are those of its model type (section `forward` of its corrections). A class that was wrapped with
-``type(name, (Mixin, cls), ...)`` and kept module and name is found; a third-party class with the same bare name is not.
+The facts come from the rows of its model type (section `forward` of its corrections). They apply to a class that was
+wrapped with ``type(name, (Mixin, cls), ...)`` and kept its module and name, not to a third-party class of that name.
+A decision that follows from them has the origin "optimized plan".
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class ForwardTraits:
 
     Attributes:
         sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
-        sequence: Modules whose norms and residuals may run on a slice of the sequence; None if not supported.
+        sequence: Modules for sequence parallelism; None if it is not supported.
         runnable_patterns: Patterns of plan rules whose tensors the forward pass can also use as shards.
-        styles: Additional styles that the forward pass requires; they shard nothing.
-        reads_weight: Modules whose forward reads a weight of another module.
+        styles: Pattern -> additional style that the forward pass requires; it shards nothing.
+        reads_weight: Module -> another module whose weight its forward reads.
         reads_weight_key: Key of the text model's config; `reads_weight` applies only if it is nonzero.
         reason: Reason for `runnable_patterns`, `styles` and `reads_weight`.
     """
@@ -44,7 +45,7 @@ def qualified_name(cls: type) -> str:
 
 
 def find_forward_traits(model: nn.Module) -> ForwardTraits:
-    """Return the merged rows of the model's class; empty if it has none."""
+    """Return the traits from all rows of the model's class; empty if it has no row."""
     cls = type(model)
     rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(

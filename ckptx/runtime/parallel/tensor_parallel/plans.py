@@ -1,10 +1,10 @@
-"""Selects the tensor parallel plan of a model: one lookup, with the same rules that shard files.
+"""Selects the tensor parallel plan of a model, with the same rules that shard files.
 
-Precedence: the user's plan; overrides and optimized plans; the model's own plan; replicate. A rule decides how a tensor
-is sharded, and how the forward pass runs on the shards. The first is always followed, so that a rank holds the shards
-that `ckptx reshard` writes for it. The second only if the plan was made for running (the model's own plan, or one
-verified here): otherwise the tensors of a module are gathered around its forward pass, which is correct for every
-model.
+Precedence: the user's plan; overrides and optimized plans (see `forward_traits`); the model's own plan; replicate. A
+rule decides how a tensor is sharded, and how the forward pass runs on the shards. The first is always followed, so that
+a rank holds the shards that `ckptx reshard` writes for it. The second is followed only if the plan was made for running
+(the model's own plan, or an optimized plan): otherwise the tensors of a module are gathered around its forward pass,
+which is correct for every model.
 
     model.layers.*.self_attn.q_proj   colwise   model plan -> runs on shards
     transformer.h.*.attn.c_attn       colwise   override   -> sharded, gathered around transformer.h.*.attn
@@ -32,8 +32,8 @@ from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     qualified_name,
 )
 
-GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # styles whose shards may split heads
-SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # styles whose shards may split heads, too
+GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # outputs are gathered, so shards may split heads
+SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # inputs are split from whole ones, so shards may split heads
 # A number of heads applies only if this flag of the same config is true.
 _FLAG_OF_HEAD_COUNT = {"num_global_key_value_heads": "attention_k_eq_v"}
 
@@ -45,11 +45,11 @@ class TpPlan:
     Attributes:
         class_name: Class name of the model, for messages.
         sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide_placement`.
-        origins: Pattern -> source of the decision, for patterns of this model.
+        origins: Pattern -> origin of the decision (`Rule.decided_by`, or "optimized plan"), for patterns of this model.
         runnable_patterns: Patterns whose tensors the forward pass uses as shards; all others are gathered.
         sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
         reads_weight: Module -> another module whose weight its forward reads.
-        sequence: Modules whose norms and residuals run on slices of the sequence; None without sequence parallelism.
+        sequence: Modules for sequence parallelism; None without it.
     """
 
     class_name: str
@@ -61,18 +61,18 @@ class TpPlan:
     sequence: SequenceParallelModules | None = None
 
     def rule_of(self, path: str) -> tuple[str, Rule] | None:
-        """Return the pattern and rule for a parameter, or for a module whose own name matches."""
+        """Return the pattern and rule for a parameter, or for a module by its own name; None if no rule matches."""
         return self.sharding.find_rule(path)
 
     def style_of(self, module: str) -> str:
         """Return the style of the module itself; "replicate" if no rule matches it."""
-        found = self.sharding.find_rule(f"{module}._")
-        return found[1].style if found else "replicate"
+        match = self.sharding.find_rule(f"{module}._")
+        return match[1].style if match else "replicate"
 
     def runs_on_shards(self, parameter: str) -> bool:
         """Return True if the forward pass uses a parameter as shards."""
-        found = self.sharding.find_rule(parameter)
-        return found is not None and found[0] in self.runnable_patterns
+        match = self.sharding.find_rule(parameter)
+        return match is not None and match[0] in self.runnable_patterns
 
 
 def find_plan(
@@ -93,22 +93,23 @@ def find_plan(
 
     Raises:
         UsageError: The user's plan matches no parameter, or has an unknown style.
-        UnsupportedError: The model's own plan does, or sequence parallelism is not verified for the class.
+        UnsupportedError: The model's own plan matches no parameter or has an unknown style, or sequence parallelism is
+            not verified for the class.
     """
     parameter_names = (
         list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
     )
     traits = find_forward_traits(model)
-    base_plan = _base_plan(model, config, parameter_names)
-    runnable = (
-        _runnable_patterns(base_plan, traits)
-        if has_stock_forward(model) or base_plan.decided_by == "class"
+    base_plan = _find_base_plan(model, config, parameter_names)
+    runnable_patterns = (
+        _find_runnable_patterns(base_plan, traits)
+        if has_stock_forward(model) or base_plan.source == "class"
         else frozenset[str]()
     )
     sharding = base_plan.plan
     if traits.styles:
         rules = {pattern: Rule(style, "optimized plan", traits.reason) for pattern, style in traits.styles.items()}
-        sharding, runnable = TensorParallelPlan(rules, sharding), runnable | rules.keys()
+        sharding, runnable_patterns = TensorParallelPlan(rules, sharding), runnable_patterns | rules.keys()
     if user_plan is not None:
         sharding = TensorParallelPlan.from_user(user_plan, "tensor parallel plan", fallback=sharding)
         if user_plan and len(sharding.find_unmatched_patterns(parameter_names)) == len(sharding.rules):
@@ -118,20 +119,22 @@ def find_plan(
                 "patterns"
             )
         confirmed_patterns = {
-            pattern for pattern, style in user_plan.items() if _is_confirmed(base_plan.plan, pattern, style, runnable)
+            pattern
+            for pattern, style in user_plan.items()
+            if _is_confirmed(base_plan.plan, pattern, style, runnable_patterns)
         }
-        runnable = (runnable - user_plan.keys()) | confirmed_patterns
+        runnable_patterns = (runnable_patterns - user_plan.keys()) | confirmed_patterns
     if sequence_parallel and traits.sequence is None:
         raise UnsupportedError(
             f"{qualified_name(type(model))}: sequence parallel is not verified for this class; "
-            "run it without sequence parallel"
+            "run it without sequence parallelism"
         )
     return TpPlan(
         type(model).__name__,
         sharding,
         _find_origins(sharding, parameter_names, traits),
-        runnable,
-        traits.sharded_head if _is_head_sharded(sharding, traits.sharded_head) else "",
+        runnable_patterns,
+        traits.sharded_head if _is_output_head_sharded(sharding, traits.sharded_head) else "",
         traits.reads_weight if _is_key_set(model, traits.reads_weight_key) else {},
         traits.sequence if sequence_parallel else None,
     )
@@ -148,10 +151,10 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
     plan = architecture.tensor_parallel_plan(config)
     text = _text_config(config, architecture)
     for pattern in plan.patterns():
-        found = plan.find_rule(pattern)
-        if found is None or tp == 1 or not _requires_whole_heads(plan, found[0], found[1]):
+        match = plan.find_rule(pattern)
+        if match is None or tp == 1 or not _requires_whole_heads(plan, match[0], match[1]):
             continue
-        for count, _ in found[1].heads:
+        for count, _ in match[1].heads:
             key = _find_head_count_key(text, count)
             flag = _FLAG_OF_HEAD_COUNT.get(key)
             if count % tp and (flag is None or text.get(flag)):
@@ -162,14 +165,19 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
 
 
 class _BasePlan(NamedTuple):
-    """The plan without the user's; `decided_by` is "table" or "class"."""
+    """The plan without the user's.
+
+    Attributes:
+        plan: Overrides and the model's own plan.
+        source: "table" (of architectures), or "class" for the plan of the model's class.
+    """
 
     plan: TensorParallelPlan
-    decided_by: str
+    source: str
 
 
-def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _BasePlan:
-    """Return overrides and the model's own plan, from the table, else from the class itself.
+def _find_base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) -> _BasePlan:
+    """Return overrides and the model's own plan, from the table of architectures, else from the class itself.
 
     Raises:
         UnsupportedError: The plan of the class matches nothing, or has an unknown style.
@@ -190,7 +198,7 @@ def _base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str]) ->
     return _BasePlan(plan, "class")
 
 
-def _runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
+def _find_runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
     """Return the patterns whose rules are known to give a correct forward pass, not only shards of a checkpoint."""
     patterns = set()
     for pattern in base_plan.plan.patterns():
@@ -214,10 +222,10 @@ def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> 
     return (own_rule is not None and own_rule.style == rule.style) or is_vocabulary
 
 
-def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable: frozenset[str]) -> bool:
+def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable_patterns: frozenset[str]) -> bool:
     """Return True if the plan has the same style for a pattern, and was made for running there."""
-    found = plan.find_rule(pattern) or plan.find_rule(f"{pattern}._")
-    return found is not None and found[1].style == style and found[0] in runnable
+    match = plan.find_rule(pattern) or plan.find_rule(f"{pattern}._")
+    return match is not None and match[1].style == style and match[0] in runnable_patterns
 
 
 def _requires_whole_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
@@ -236,7 +244,7 @@ def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mappi
 
 
 def _find_head_count_key(config: Mapping[str, Any], count: int) -> str:
-    """Return the config key with this number of heads; the most specific one if several have it."""
+    """Return the config key with this number of heads; the longest one if several have it."""
     values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
     keys = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
     return max(keys, key=lambda key: len(key), default="the number of attention heads")
@@ -248,14 +256,14 @@ def _is_key_set(model: nn.Module, key: str) -> bool:
     return bool(key) and config is not None and bool(getattr(config.get_text_config(), key, None))
 
 
-def _is_head_sharded(plan: TensorParallelPlan, head: str) -> bool:
-    """Return True if the plan shards the head by rows and gathers its output, which a user may override."""
-    found = plan.find_rule(f"{head}.weight") if head else None
-    return found is not None and found[1].style in GATHER_STYLES
+def _is_output_head_sharded(plan: TensorParallelPlan, head: str) -> bool:
+    """Return True if the plan shards the output head by rows and gathers its output, which a user may override."""
+    match = plan.find_rule(f"{head}.weight") if head else None
+    return match is not None and match[1].style in GATHER_STYLES
 
 
 def _find_origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTraits) -> dict[str, str]:
-    """Return the source of each decision by pattern, in the order of the parameters."""
+    """Return the origin of each decision by pattern, in the order of the parameters."""
     origins: dict[str, str] = {}
     for name in names:
         match = plan.find_rule(name)

@@ -82,8 +82,8 @@ def shard_sequence(
         gathered_modules: Modules whose parameters are gathered around their forward pass.
 
     Raises:
-        UnsupportedError: A layer does not match its `sequence` row, so it is unknown which of its modules may get a
-            slice.
+        UnsupportedError: A layer does not match the modules that `plan.sequence` names, so it is unknown which of its
+            modules may get a slice.
     """
     if plan.sequence is None:
         return SequenceSharding()
@@ -104,8 +104,7 @@ def shard_sequence(
             description = "sharded by the plan" if path in sharded_modules else f"a {type(modules[path]).__name__}"
             raise UnsupportedError(
                 f"{plan.class_name}: sequence parallel: {path} is {description}, must be replicated and known to "
-                "compute each "
-                "token independently; run it without sequence parallel"
+                "compute each token independently; run it without sequence parallelism"
             )
     return SequenceSharding(tuple(layers), tuple(full_modules), tuple(sliced_modules), plan.sequence.arguments)
 
@@ -117,7 +116,7 @@ def install_gradient_sums(modules: Mapping[str, nn.Module], sharding: SequenceSh
 
 
 def install_sequence_parallel(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
-    """Install the sharding after all other styles, so that the sequence is whole around them."""
+    """Install the sharding of the sequence, after all other styles, which get the full sequence."""
     for each in sharding.full_modules:
         gather_around(modules[each.path], each.dim, each.has_partial_output, ranks)
     for path in sharding.layers:
@@ -139,7 +138,8 @@ def gather_around(module: nn.Module, dim: int, has_partial_output: bool, ranks: 
     """Gather the sequence before a module that requires all of it, and split its output.
 
     Args:
-        module: Takes hidden states first, or by that name; returns them, alone or first in a tuple.
+        module: Takes hidden states as its first argument, or as `hidden_states`; returns them, alone or first in a
+            tuple.
         dim: 1 for [B, S, H]; 0 for [B * S, H], where all inputs are gathered. The tokens are then in another order, to
             which the experts of a mixture are insensitive.
         has_partial_output: See `FullSequenceModule`; the styles in the module scatter their sum, so that a bias is
@@ -156,7 +156,7 @@ def gather_around(module: nn.Module, dim: int, has_partial_output: bool, ranks: 
             return all_gather(value, dim, total, ranks)
         if has_partial_output:
             return gather_partial(value, dim, total, ranks).contiguous()
-        # Modules take views of it, so it is contiguous, and add noise to it in place (Mixtral), so it is not a view
+        # contiguous, as modules take views of it, and no view itself, as some add noise to it in place (Mixtral)
         return gather(value, dim, total, ranks).clone(memory_format=torch.contiguous_format)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -195,31 +195,32 @@ def gather_at_last_layer(layer: nn.Module, ranks: TpRanks) -> None:
     """Make the last layer return the full sequence."""
     original_forward = layer.forward
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
+    def gather_output(x: torch.Tensor) -> torch.Tensor:
         return gather(x, _SEQUENCE, x.shape[_SEQUENCE] * ranks.size, ranks).contiguous()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _map_hidden_states(original_forward(*args, **kwargs), whole)
+        return _map_hidden_states(original_forward(*args, **kwargs), gather_output)
 
     layer.forward = forward
 
 
-def slice_arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ranks: TpRanks) -> None:
-    """Make a layer take its slice of whole arguments [B, S, ...].
+def slice_arguments(layer: nn.Module, names: tuple[str, ...], has_full_hidden_states: bool, ranks: TpRanks) -> None:
+    """Make a layer take its slice of arguments with the full sequence, [B, S, ...].
 
     Args:
         layer: Layer that takes the hidden states first.
         names: Names of the arguments, whose values may be None.
-        is_whole: True if the hidden states are not split yet either.
+        has_full_hidden_states: True if the layer gets the full hidden states, as the first layer does; False if it gets
+            a slice of them.
         ranks: TP ranks.
     """
     original_forward = layer.forward
     argument_names = list(inspect.signature(type(layer).forward).parameters)[2:]  # after self and the hidden states
 
-    def own_slice(value: Any, hidden_states: torch.Tensor) -> Any:
+    def slice_argument(value: Any, hidden_states: torch.Tensor) -> Any:
         if value is None:
             return None
-        length = hidden_states.shape[_SEQUENCE] * (1 if is_whole else ranks.size)
+        length = hidden_states.shape[_SEQUENCE] * (1 if has_full_hidden_states else ranks.size)
         if value.shape[_SEQUENCE] != length or length % ranks.size:
             raise UsageError(
                 f"sequence parallel: {' or '.join(names)} has {value.shape[_SEQUENCE]} tokens, expected {length}, a "
@@ -229,10 +230,12 @@ def slice_arguments(layer: nn.Module, names: tuple[str, ...], is_whole: bool, ra
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sliced_args = [
-            own_slice(each, hidden_states) if name in names else each
+            slice_argument(each, hidden_states) if name in names else each
             for name, each in zip(argument_names, args, strict=False)
         ]
-        sliced_kwargs = {key: own_slice(each, hidden_states) if key in names else each for key, each in kwargs.items()}
+        sliced_kwargs = {
+            key: slice_argument(each, hidden_states) if key in names else each for key, each in kwargs.items()
+        }
         return original_forward(hidden_states, *sliced_args, **sliced_kwargs)
 
     layer.forward = forward
@@ -272,7 +275,7 @@ def _find_full_sequence_modules(
         raise UnsupportedError(
             f"{plan.class_name}: sequence parallel: {layer} is a {type(modules[layer]).__name__} "
             f"{'without ' + missing[0] if missing else 'with a custom forward'}, expected the layer of transformers; "
-            "run it without sequence parallel"
+            "run it without sequence parallelism"
         )
     for name in plan.sequence.whole:
         path = f"{layer}.{name}"

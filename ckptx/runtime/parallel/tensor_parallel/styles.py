@@ -3,7 +3,7 @@
 Each function replaces the module's forward. The new one reads the parameters when it runs, so that FSDP may swap them;
 if they are whole at that moment (gathered by an outer module), it calls the stock forward.
 
-Legend: B batch, S sequence, I and O input and output features, V vocabulary.
+Legend: B batch, S sequence, I and O input and output features, E experts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ EXPERT_STYLES = ("moe_tp_experts", "all_reduce", "local")  # styles of a module 
 
 
 class TpSharding(NamedTuple):
-    """The sharding of one parameter: the rectangles of each rank, concatenated along `dim`."""
+    """The sharding of one parameter over the TP ranks.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        dim: Sharded dim.
+        regions: For each rank, its rectangles of the whole parameter, concatenated along `dim`.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -43,24 +49,32 @@ class TpSharding(NamedTuple):
 
 
 class ShardedParameter(NamedTuple):
-    """A sharded parameter and its place in the model."""
+    """A sharded parameter and its place in the model.
+
+    Attributes:
+        module: Module that holds the parameter.
+        name: Name of the parameter in the module.
+        sharding: Sharding of the parameter.
+    """
 
     module: nn.Module
     name: str
     sharding: TpSharding
 
 
-def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", is_sequence_parallel: bool = False) -> None:
+def install_colwise(
+    module: nn.Module, ranks: TpRanks, *, output: str = "sharded", is_sequence_parallel: bool = False
+) -> None:
     """Shard the output features of a Linear.
 
     Args:
         module: Linear with weight [O / tp, I].
         ranks: TP ranks.
-        output: "sharded", "gathered", or "dtensor": sharded, as a DTensor.
+        output: Form of the output: "sharded", "gathered", or "dtensor" (sharded, as a DTensor).
         is_sequence_parallel: True if the input was gathered along the sequence, which already sums its gradient.
     """
     original_forward = module.forward
-    features = int(module.weight.shape[0])
+    out_features = int(module.weight.shape[0])
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -70,13 +84,13 @@ def colwise(module: nn.Module, ranks: TpRanks, *, output: str = "sharded", is_se
             x = copy_to_ranks(x, ranks)
         y = functions.linear(x, to_local_shard(weight), None if bias is None else _own_bias(bias, ranks))
         if output == "gathered":
-            return gather(y, y.dim() - 1, features, ranks)
-        return _as_dtensor(y, features, ranks) if output == "dtensor" else y
+            return gather(y, y.dim() - 1, out_features, ranks)
+        return _as_dtensor(y, out_features, ranks) if output == "dtensor" else y
 
     module.forward = forward
 
 
-def rowwise(
+def install_rowwise(
     module: nn.Module, ranks: TpRanks, *, splits_input: bool = False, is_sequence_parallel: bool = False
 ) -> None:
     """Shard the input features of a Linear: partial results are summed, then the bias is added once.
@@ -105,7 +119,7 @@ def rowwise(
     module.forward = forward
 
 
-def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
+def install_embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
     """Shard the vocabulary of an embedding: a rank has zeros for the tokens of other ranks, and the results are summed.
 
     The module's forward may apply any linear function to a row, such as scaling.
@@ -135,7 +149,7 @@ def embedding_rowwise(module: nn.Module, ranks: TpRanks) -> None:
     module.forward = forward
 
 
-def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
+def install_embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
     """Shard the vectors of an embedding: the slices are gathered."""
     original_forward = module.forward
 
@@ -150,7 +164,7 @@ def embedding_colwise(module: nn.Module, ranks: TpRanks) -> None:
     module.forward = forward
 
 
-def experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = False) -> None:
+def install_experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = False) -> None:
     """Shard the features inside each fused expert [E, O, I]: partial results are summed.
 
     All inputs, including the routing weights, get partial gradients, which are summed.
@@ -177,7 +191,7 @@ def experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: bool = F
     module.forward = forward
 
 
-def local_params(module: nn.Module, ranks: TpRanks) -> None:
+def install_local_params(module: nn.Module, ranks: TpRanks) -> None:
     """Replace the forward of a module by one that uses the local shards of its own parameters."""
     original_forward = module.forward
 
@@ -208,7 +222,7 @@ def sum_partial_gradients(module: nn.Module, ranks: TpRanks) -> None:
     module.forward = forward
 
 
-def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
+def install_mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
     """Sum the gradient of the rotary part of a latent projection [.., latent + rope].
 
     The heads of each rank use that part without a further projection that would sum it.
@@ -222,8 +236,8 @@ def mla_kv_a_proj(module: nn.Module, ranks: TpRanks, rope_dim: int) -> None:
     module.forward = forward
 
 
-def identity_expert(module: nn.Module, ranks: TpRanks) -> None:
-    """Divide the output of an expert without weights by the TP size, as it would be summed over ranks."""
+def install_identity_expert(module: nn.Module, ranks: TpRanks) -> None:
+    """Divide the input of an identity expert by the TP size, as its output is summed over ranks."""
     original_forward = module.forward
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -290,8 +304,8 @@ def _copy_floats_to_ranks(value: Any, ranks: TpRanks) -> Any:
     return copy_to_ranks(value, ranks) if is_float else value
 
 
-def _as_dtensor(y: torch.Tensor, features: int, ranks: TpRanks) -> torch.Tensor:
-    """Return a slice of [.., features] as a DTensor."""
-    shape = torch.Size((*y.shape[:-1], features))
+def _as_dtensor(y: torch.Tensor, out_features: int, ranks: TpRanks) -> torch.Tensor:
+    """Return a slice of [.., out_features] as a DTensor."""
+    shape = torch.Size((*y.shape[:-1], out_features))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, ranks.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)

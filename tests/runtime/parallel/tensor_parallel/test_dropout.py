@@ -290,5 +290,5 @@ def test_a_state_brings_back_every_generator() -> None:
     kept.load_state_dict(state)
     assert kept.state_dict().keys() == state.keys()
     assert drawn() == first
-    with pytest.raises(InputError, match="the state has numpy, torch, python is missing"):
+    with pytest.raises(InputError, match="the state of python is missing, found numpy, torch"):
         kept.load_state_dict({key: state[key] for key in ("numpy", "torch")})

@@ -129,7 +129,7 @@ def test_gradients_add_up_over_microbatches(pool: GlooPool) -> None:
     ("name", "defect", "sign"),
     [
         ("qwen3", "sum_partial_gradients", "model.layers.0.self_attn.q_norm.weight"),
-        ("deepseek-v3", "mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        ("deepseek-v3", "install_mla_kv_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
     ],
 )
 def test_a_forgotten_sum_of_gradients_is_seen(pool: GlooPool, name: str, defect: str, sign: str) -> None:
