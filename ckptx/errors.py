@@ -6,6 +6,8 @@ A message is one line that names the file or tensor, then the problem, the requi
 
 from __future__ import annotations
 
+import errno
+
 
 class CkptxError(Exception):
     """Base class of all errors; `exit_code` is the exit code of the command line."""
@@ -67,6 +69,24 @@ class EnvironmentProblem(CkptxError):
     """The environment lacks a package, a device or a resource."""
 
     exit_code = 7
+
+
+def resource_error(error: BaseException) -> EnvironmentProblem | None:
+    """Return the error for an exception that the environment causes; None for other exceptions.
+
+    These are limits of the system, too many open files or threads, and a current directory that was removed.
+    """
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of `os.getcwd`, which has no argument
+        return EnvironmentProblem("the current directory was removed; run ckptx in another directory")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        subject = error.filename or "files"
+        return EnvironmentProblem(f"{subject}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return EnvironmentProblem(
+            "threads: the system cannot start another thread; raise its limits (ulimit -u, ulimit -v), or pass a "
+            "smaller --workers"
+        )
+    return None
 
 
 _EXTRA_BY_PACKAGE = {

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptx.errors import EnvironmentProblem, PeerFailure, Terminated, exit_code_of, missing_package
 from ckptx.processes.rendezvous import START_TIMEOUT, open_store
+from ckptx.processes.threads import thread_errors
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -73,7 +74,8 @@ class PeerProcesses:
         self._is_connected = self._is_leaving = self._is_stopped = False
         self._last_exchange_at = self._started_at = time.monotonic()
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="processes")
-        self._thread.start()
+        with thread_errors():
+            self._thread.start()
 
     @classmethod
     def from_environment(cls) -> PeerProcesses | None:

@@ -8,7 +8,6 @@ the number of workers or their timing.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import OutputError
+from ckptx.processes.threads import short_switch_interval, thread_errors
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, tree_digest
@@ -26,8 +26,6 @@ from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.step_range_copier import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
 from ckptx.transfer.stream import TensorReader
 
-# Maximum wait of a worker for the interpreter after a system call; the default equals ten system calls.
-_SWITCH_INTERVAL = 0.0002  # seconds
 _logger = logging.getLogger(__name__)
 
 
@@ -168,16 +166,15 @@ class CopyExecution:
 
     def run(self, on_progress: Callable[[int], None]) -> CopyResult:
         """Copy everything; raise the error of the first worker that failed."""
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_INTERVAL)
-        try:
+        with short_switch_interval():
             for index in self.files:
                 name, nbytes = self.plan.files[index].name, self.plan.files[index].nbytes
                 self.target_files[index] = self.tree.open_output(name, nbytes, keep=self.resumed)
             threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
-            for thread in threads:
-                thread.start()
             try:
+                with thread_errors():
+                    for thread in threads:
+                        thread.start()
                 for thread in threads:
                     while thread.is_alive():
                         thread.join(0.1)
@@ -186,13 +183,12 @@ class CopyExecution:
             except BaseException:  # stop the workers first, then re-raise
                 self.stop_event.set()
                 for thread in threads:
-                    thread.join()
+                    if thread.ident is not None:
+                        thread.join()
                 raise
             if self.errors:
                 raise self.errors[0]
             self._digest_files()
-        finally:
-            sys.setswitchinterval(interval)
         self.result.bytes_written = sum(self.bytes_written)
         self.result.overflows, self.result.underflows = (
             self._overflow_counts.overflows,
@@ -234,8 +230,9 @@ class CopyExecution:
             threading.Thread(target=self._digest_rest, args=(undigested,), daemon=True)
             for _ in range(min(self.workers, len(undigested)))
         ]
-        for reader in readers:
-            reader.start()
+        with thread_errors():
+            for reader in readers:
+                reader.start()
         for reader in readers:
             reader.join()
         if self.errors:

@@ -16,6 +16,7 @@ from ckptx.conversion.steps.output_check import changed_bytes_error
 from ckptx.conversion.steps.restoration import RestoredFiles
 from ckptx.errors import CkptxError
 from ckptx.options.conversion import ConversionOptions
+from ckptx.processes.threads import thread_errors
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.stream import TensorReader
@@ -53,7 +54,7 @@ def check_reordered(
             if digest != restored.reordered_digests[name]:
                 raise changed_bytes_error(name, digest, restored.reordered_digests[name])
 
-        with ThreadPoolExecutor(options.threads) as threads:
+        with thread_errors(), ThreadPoolExecutor(options.threads) as threads:
             for _ in threads.map(check, restored.reordered_digests):
                 pass
 

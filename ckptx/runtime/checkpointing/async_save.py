@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptx.errors import CkptxError, UsageError
+from ckptx.processes.threads import thread_errors
 from ckptx.runtime.checkpointing.save import publish
 from ckptx.runtime.checkpointing.save_request import SaveOptions, SaveRequest
 from ckptx.runtime.checkpointing.snapshot import Snapshot, take_snapshot
@@ -83,7 +84,8 @@ class Saver:
         self._writer = _WriterThread(
             snapshot, path, request.overwrite, request.on_published, self._groups, self._unreported_errors
         )
-        self._writer.start()
+        with thread_errors():
+            self._writer.start()
 
     def wait(self) -> None:
         """Wait until the current write is done.

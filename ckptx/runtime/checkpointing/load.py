@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
+from ckptx.processes.threads import thread_errors
 from ckptx.runtime.checkpointing.load_report import (
     FROM_OTHER_LAYER,
     NOT_IN_MODEL,
@@ -367,7 +368,8 @@ def _run_in_threads(calls: Iterable[Callable[[], None]], workers: int | None) ->
     count = workers or min(_MAX_WORKERS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ckptx-load")
     try:
-        futures: list[Future[None]] = [pool.submit(call) for call in calls]
+        with thread_errors():
+            futures: list[Future[None]] = [pool.submit(call) for call in calls]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()

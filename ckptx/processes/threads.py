@@ -1,0 +1,93 @@
+"""Threads beside the threads and forks of the calling program: start errors, the switch interval, cached values."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, overload
+
+from ckptx.errors import resource_error
+
+T = TypeVar("T")
+
+# Seconds that a thread waits for the interpreter after a system call; the default is as long as ten system calls.
+_SWITCH_INTERVAL = 0.0002
+
+
+@contextmanager
+def thread_errors() -> Iterator[None]:
+    """Raise the error of a thread that the system cannot start as EnvironmentProblem."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = resource_error(error)
+        if problem is None:
+            raise
+        raise problem from error
+
+
+class _SwitchInterval:
+    """The switch interval of the interpreter, which several threads may shorten at the same time."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.original = threading.Lock(), 0, 0.0
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.users:
+                self.original = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_INTERVAL)
+            self.users += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if not self.users:
+                sys.setswitchinterval(self.original)
+
+    def reset_in_child(self) -> None:
+        """Restore the interval in a forked process, which has none of the other threads."""
+        if self.users:
+            sys.setswitchinterval(self.original)
+        self.lock, self.users = threading.Lock(), 0
+
+
+_switch_interval = _SwitchInterval()
+os.register_at_fork(after_in_child=_switch_interval.reset_in_child)
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Let threads that mostly copy switch often; the interval is restored when the last context ends."""
+    _switch_interval.enter()
+    try:
+        yield
+    finally:
+        _switch_interval.leave()
+
+
+class lazy_property(Generic[T]):  # noqa: N801, named like `functools.cached_property`
+    """A property that is computed on first access, like `functools.cached_property` of Python 3.12 and newer.
+
+    That of Python 3.10 and 3.11 computes under a lock of the class. A process that is forked while another thread
+    computes has a lock that nobody releases, and waits forever.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function, self._name, self.__doc__ = function, "", function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> lazy_property[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> T: ...
+    def __get__(self, instance: object | None, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._function(instance)
+        return value
