@@ -6,6 +6,8 @@ The functions here are the commands of the command line: they take the same name
 
 from __future__ import annotations
 
+import os
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -30,17 +32,24 @@ __all__ = [
 _NOT_COMMANDS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
 
 
+# A process that is forked while another thread imports would wait forever for the lock of the module.
+_import_lock = threading.RLock()
+os.register_at_fork(
+    before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
+)
+
 if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
 
     def __getattr__(name: str) -> object:
         """Import a function on first access, so that `import ckptx` is fast."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ckptx.options.commands import COMMANDS
+        with _import_lock:
+            from ckptx.options.commands import COMMANDS
 
-        functions = {each.function.partition(":")[2]: each.function for each in COMMANDS.values()}
-        module_name, _, attribute = {**functions, **_NOT_COMMANDS}[name].partition(":")
-        module = import_module(module_name)
+            functions = {each.function.partition(":")[2]: each.function for each in COMMANDS.values()}
+            module_name, _, attribute = {**functions, **_NOT_COMMANDS}[name].partition(":")
+            module = import_module(module_name)
         return getattr(module, attribute) if attribute else module
 
 

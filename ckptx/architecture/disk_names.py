@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 
 from ckptx.architecture.architecture import Architecture, TiePair
+from ckptx.processes.threads import lazy_property
 
 
 class CheckpointNames:
@@ -20,12 +20,12 @@ class CheckpointNames:
         """Return True if a tensor of exactly this name is on disk."""
         return name in self._names
 
-    @functools.cached_property
+    @lazy_property
     def match_fraction(self) -> float:
         """Return the fraction of names that belong to the architecture."""
         return self._architecture.match_fraction(self._names)
 
-    @functools.cached_property
+    @lazy_property
     def _modules(self) -> frozenset[str]:
         """Return all dotted prefixes: ``a.b.c`` gives ``a`` and ``a.b``."""
         found: set[str] = set()

@@ -11,7 +11,6 @@ module of the class belongs to another model: loaders drop it, and the model com
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from ckptx.architecture.model_files import classes_of
 from ckptx.catalog.entry import TensorEntry
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.quantization_scales import find_parent
+from ckptx.processes.threads import lazy_property
 
 
 class ExtraRow(NamedTuple):
@@ -207,7 +207,7 @@ class ExtraTensors:
             self._ownership[pattern] = self._architecture.owns(pattern)
         return self._ownership[pattern]
 
-    @functools.cached_property
+    @lazy_property
     def _modules(self) -> frozenset[str]:
         """Patterns of all modules of the class, with and without the name of the base model."""
         prefix = self._architecture.base_prefix
@@ -267,12 +267,12 @@ class ExtraTensors:
 
     # -- related tensors
 
-    @functools.cached_property
+    @lazy_property
     def _is_quantized(self) -> bool:
         nested = self._config.get("text_config")
         return any("quantization_config" in each for each in (self._config, nested) if isinstance(each, Mapping))
 
-    @functools.cached_property
+    @lazy_property
     def _quantized_modules(self) -> frozenset[str]:
         """Names of weights, without ".weight", that are packed or not of a plain float dtype."""
         packed = [re.compile(row.pattern) for row in EXTRA_ROWS if row.kind == _PACKED_KIND]
@@ -290,7 +290,7 @@ class ExtraTensors:
 
     # -- other classes
 
-    @functools.cached_property
+    @lazy_property
     def _lacks_own_head(self) -> bool:
         """Return True if the class has a head, and the checkpoint has no tensor of it.
 
@@ -312,11 +312,11 @@ class ExtraTensors:
         suffixes = [".".join(parts[start:]) for start in range(1, len(parts) - _MIN_COMPONENTS + 1)]
         return next((each.class_name for each in self._towers if any(map(each.owns, suffixes))), "")
 
-    @functools.cached_property
+    @lazy_property
     def _siblings(self) -> tuple[Architecture, ...]:
         return _architectures_of_type(self._architecture.model_type, excluded_class=self._architecture.class_name)
 
-    @functools.cached_property
+    @lazy_property
     def _towers(self) -> tuple[Architecture, ...]:
         """Classes of the parts of a composite model."""
         nested = (each for each in self._config.values() if isinstance(each, Mapping))

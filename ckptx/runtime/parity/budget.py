@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import nn
 
 from ckptx.errors import SpaceError
 from ckptx.layout.stages import Stack, StageMap
+from ckptx.processes.threads import lazy_property
 from ckptx.report.report import human_bytes
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.ties import find_ties_across_stages
@@ -88,7 +88,7 @@ class MemoryBudget:
     def _split_evenly(self, count: int) -> StageMap:
         return StageMap(self.stacks, count, "even", type(self.model).__name__)
 
-    @cached_property
+    @lazy_property
     def _named_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """Each parameter with all its names."""
         names: dict[int, list[str]] = {}
@@ -98,7 +98,7 @@ class MemoryBudget:
             found[id(parameter)] = parameter
         return [(tuple(each), found[key]) for key, each in names.items()]
 
-    @cached_property
+    @lazy_property
     def whole_bytes(self) -> int:
         """Peak bytes as a whole model."""
         return self.peak_bytes(StageMap(self.stacks, 1))
