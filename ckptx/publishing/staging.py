@@ -22,7 +22,7 @@ from pathlib import Path
 from ckptx.errors import CkptxError, OutputError, SpaceError
 from ckptx.publishing.output_checks import free_space, refuse_existing
 from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
-from ckptx.storage.files import lock_file, write_error
+from ckptx.storage.files import lock_file, output_errors, write_error
 from ckptx.storage.interface import ExpectedFile
 from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
@@ -30,6 +30,8 @@ from ckptx.storage.staging_paths import staging_paths
 from ckptx.transfer.digest import file_digest
 
 _RENAME_EXCHANGE = 2
+# Descriptors that are kept for removing the staging directory, for a run that fails because too many files are open.
+_SPARE_DESCRIPTORS = 8
 _MAX_CLAIM_ATTEMPTS = 100  # attempts to claim a directory that another run is about to remove
 
 
@@ -80,12 +82,16 @@ class Staging:
         self._old_name = f".{self.target.name}.ckptx-old"
         self._handles: list[DirectoryHandle] = []
         self._lock, self.is_locked, self._signature = -1, True, b""
+        self._spare_descriptors: list[int] = []
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._parent = self._track(
                 DirectoryHandle(self.target.parent, os.open(self.target.parent, os.O_RDONLY | os.O_DIRECTORY))
             )
+            while len(self._spare_descriptors) < _SPARE_DESCRIPTORS:
+                self._spare_descriptors.append(os.dup(self._parent.descriptor))
         except OSError as error:
+            self._close()
             raise write_error(self.root, error) from error
         try:
             self._acquire()
@@ -103,7 +109,12 @@ class Staging:
         self._handles.append(directory)
         return directory
 
+    def _free_spare_descriptors(self) -> None:
+        while self._spare_descriptors:
+            os.close(self._spare_descriptors.pop())
+
     def _close(self) -> None:
+        self._free_spare_descriptors()
         for directory in self._handles:
             directory.close()
         if self._lock >= 0:
@@ -118,7 +129,7 @@ class Staging:
         for _ in range(_MAX_CLAIM_ATTEMPTS):
             try:
                 root = self._parent.open_directory(self.root.name, create=True)
-            except (OutputError, SpaceError) as error:
+            except CkptxError as error:
                 if self._parent.stat(self.root.name) is not None:
                     if is_new:
                         self._discard_unclaimed()
@@ -146,6 +157,10 @@ class Staging:
 
     def _discard_unclaimed(self) -> None:
         """Remove a staging directory that this run created and could not claim, unless another run has claimed it."""
+        self._free_spare_descriptors()
+        with suppress(OSError):
+            os.rmdir(self.root.name, dir_fd=self._parent.descriptor)  # works without permission to open it
+            return
         with suppress(OSError, CkptxError), self._parent.open_directory(self.root.name) as root:
             if root.list_names() == ["lock"]:
                 with root.open_file("lock") as file:
@@ -218,6 +233,7 @@ class Staging:
             self._root.remove(name)
 
     def _discard_if_unused(self) -> None:
+        self._free_spare_descriptors()
         with suppress(CkptxError):
             if self._lock >= 0 and self._root.list_names() == ["lock"]:
                 self.discard()
@@ -332,6 +348,15 @@ class Staging:
                     f"{parent.path / name}: was removed or replaced by another process; nothing was published, run "
                     "again"
                 )
+        with output_errors(self.root):
+            try:
+                is_moved = not os.path.samestat(os.stat(self.root), os.fstat(self._root.descriptor))
+            except (FileNotFoundError, NotADirectoryError):
+                is_moved = True
+        if is_moved:
+            raise OutputError(
+                f"{self.target.parent}: was moved or replaced by another process; nothing was published, run again"
+            )
 
     def _is_published(self) -> bool:
         """Return True if the target is the directory that was written.
@@ -359,6 +384,7 @@ class Staging:
 
         Directories that replaced those of this run are kept, because another user may own them.
         """
+        self._free_spare_descriptors()
         with suppress(OSError, CkptxError):
             if not self._is_claim_valid():
                 return
