@@ -14,7 +14,7 @@ import click
 from ckptx.cli.command import SectionedGroup, name_of_call
 from ckptx.cli.signals import install_handlers
 from ckptx.cli.streams import prepare_streams, print_error
-from ckptx.errors import InternalError, Terminated, exit_code_of
+from ckptx.errors import Terminated, exit_code_of, resource_error
 from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
@@ -125,16 +125,21 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     except Terminated as termination:
         code = exit_code_of(termination)
     except Exception as error:  # raised outside `Output.run`, which reports the others
-        print_error(f"internal error: {type(error).__name__}: {error}; please report it")
-        code = InternalError.exit_code
+        problem = resource_error(error)
+        print_error(str(problem or f"internal error: {type(error).__name__}: {error}; please report it"))
+        code = exit_code_of(problem or error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
     """Run `main` and end the process without freeing catalogs of a hundred thousand tensors first."""
-    install_handlers()
+
+    def work_with_handlers() -> object:
+        install_handlers()
+        return work()
+
     try:
-        main(work)
+        main(work_with_handlers)
     except SystemExit as exit_request:
         if not _MODULES_WITH_EXIT_HANDLERS.isdisjoint(sys.modules):
             raise

@@ -22,6 +22,7 @@ from ckptx.errors import (
     Terminated,
     UnsupportedError,
     exit_code_of,
+    resource_error,
 )
 from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.processes.rendezvous import is_first_rank
@@ -111,7 +112,9 @@ class Output:
             )
             exception, message = error, f"interrupted{advice}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
-            exception, message = error, f"internal error: {type(error).__name__}: {error}; please report it"
+            exception = resource_error(error) or error
+            internal = f"internal error: {type(error).__name__}: {error}; please report it"
+            message = internal if exception is error else str(exception)
             self._trace(error)
         self._close_bar()
         if report is not None:

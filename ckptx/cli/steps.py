@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,13 +13,17 @@ from ckptx.untrusted.printable import one_line
 
 
 class _OneLineFormatter(logging.Formatter):
-    """Formatter that prints a record as one line, under torchrun with the rank."""
+    """Formatter that prints a record as one line, with seconds since the start, under torchrun with the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = time.monotonic()  # the time of a record is that of a clock that may be set back
 
     def format(self, record: logging.LogRecord) -> str:
         rank = os.environ.get("RANK")
         lead = "" if rank is None else f"rank {rank} "
         message = one_line(record.getMessage(), 0)
-        return f"{lead}{record.relativeCreated / 1000:8.3f} s  {record.name.removeprefix('ckptx.')}: {message}"
+        return f"{lead}{time.monotonic() - self._started:8.3f} s  {record.name.removeprefix('ckptx.')}: {message}"
 
 
 @contextmanager
