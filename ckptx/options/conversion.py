@@ -13,6 +13,7 @@ from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.processes.rendezvous import START_TIMEOUT
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
@@ -87,6 +88,12 @@ class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions
     dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", EXECUTION)] = False
     overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", EXECUTION)] = False
     resume: Annotated[bool, Option("Resume an interrupted run.", EXECUTION)] = False
+    timeout: Annotated[
+        int,
+        Option(
+            "Seconds to wait until all ranks that torchrun starts have joined.", EXECUTION, minimum=1, maximum=86_400
+        ),
+    ] = START_TIMEOUT
     report_file: Annotated[
         str | Path | None,
         Hook("File that the caller will write the report to; checked before the conversion starts."),

@@ -1,5 +1,6 @@
 """Peer processes that torchrun started to write one output together; they communicate through torch's key-value store.
 
+    joined/R      number of processes that joined as rank R, which must be 1
     beat/R        heartbeats of rank R, one per second; negative once it has left
     R/TOPIC/N     message of rank R about a topic, as JSON, split into parts that fit the store
     failed        the rank that failed first, and the reason
@@ -11,6 +12,7 @@ torch only here, and only if there are several processes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -26,10 +28,13 @@ from ckptx.processes.threads import thread_errors
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_logger = logging.getLogger(__name__)
+
 _POLL_INTERVAL = 0.02  # seconds between two reads of the store
 _BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-_MAX_MISSED_BEATS = 30  # consecutive missed heartbeats after which a rank counts as dead
+_MAX_MISSED_BEATS = 20  # consecutive missed heartbeats after which a rank counts as dead
 _MAX_MISSED_BEATS_AFTER_SIGTERM = 3  # the same after this process has received SIGTERM
+_WAITING_NOTE_AFTER = 10.0  # seconds after which the ranks that have not joined are logged
 _LEAVE_TIMEOUT = 60.0  # seconds that rank 0 waits for the others to learn the result
 _PART_NBYTES = 4 << 20  # maximum size of a stored value; the store refuses 8 MiB
 _DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
@@ -50,7 +55,14 @@ class PeerProcesses:
         world_size: Number of processes.
     """
 
-    def __init__(self, rank: int, world_size: int, connect: Callable[[], Store], address: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        connect: Callable[[], Store],
+        address: str,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
         """Start connecting; failures are raised by the methods that wait for others.
 
         Args:
@@ -60,7 +72,7 @@ class PeerProcesses:
             address: Address of the store, for messages.
         """
         self.rank, self.world_size = rank, world_size
-        self._connect, self._address = connect, address
+        self._connect, self._address, self._start_timeout = connect, address, start_timeout
         self._condition = threading.Condition()
         # State shared with the thread; guarded by `_condition`.
         self._outbox: deque[tuple[str, bytes]] = deque()
@@ -70,7 +82,8 @@ class PeerProcesses:
         self._leave_deadline = 0.0
         self._ignored_ranks: set[int] = set()
         self._failure: PeerFailure | None = None
-        self._connection_error = ""
+        self._connection_error = self._duplicate_error = ""
+        self._is_waiting_logged = False
         self._is_connected = self._is_leaving = self._is_stopped = False
         self._last_exchange_at = self._started_at = time.monotonic()
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="processes")
@@ -78,8 +91,11 @@ class PeerProcesses:
             self._thread.start()
 
     @classmethod
-    def from_environment(cls) -> PeerProcesses | None:
+    def from_environment(cls, start_timeout: float = START_TIMEOUT) -> PeerProcesses | None:
         """Return the processes of the torchrun environment; None for a single process.
+
+        Args:
+            start_timeout: Seconds to wait until all of them have joined.
 
         Raises:
             EnvironmentProblem: The environment contradicts itself, or torch is not installed.
@@ -98,7 +114,8 @@ class PeerProcesses:
                 f"environment: WORLD_SIZE is {world_size}, but MASTER_ADDR {host[:60]!a} and MASTER_PORT {port[:20]!a} "
                 "are not the address of a store; start with torchrun, or unset RANK and WORLD_SIZE"
             )
-        return cls(int(rank), int(world_size), _store_opener(host, int(port), int(rank)), f"{host}:{port}")
+        connect = _store_opener(host, int(port), int(rank), start_timeout)
+        return cls(int(rank), int(world_size), connect, f"{host}:{port}", start_timeout)
 
     def send(self, topic: str, value: Any) -> None:
         """Send a message to all other ranks."""
@@ -169,17 +186,37 @@ class PeerProcesses:
         if self._failure is not None:
             raise self._failure
         self._check_connection()
-        is_late = time.monotonic() - self._started_at > START_TIMEOUT
+        waited = time.monotonic() - self._started_at
+        if waited > _WAITING_NOTE_AFTER and not self._is_waiting_logged:
+            self._log_missing_ranks(waited)
+        is_late = waited > self._start_timeout
         for rank in self._watched_ranks():
             if self._missed_beats[rank] >= _MAX_MISSED_BEATS:
                 raise _peer_failure(rank, _DEAD_PEER)
             if is_late and not self._beats[rank]:
                 self._ignored_ranks.update(each for each in self._watched_ranks() if not self._beats[each])
                 raise EnvironmentProblem(
-                    f"rank {rank}: did not start within {START_TIMEOUT:.0f} s; check that it was started"
+                    f"rank {rank}: did not join within {self._start_timeout:.0f} s; check that it was started with the "
+                    "same command, or pass a larger --timeout"
                 )
 
+    def _log_missing_ranks(self, waited: float) -> None:
+        """Log which ranks have not joined, once."""
+        missing = [rank for rank in self._watched_ranks() if not self._beats[rank]]
+        self._is_waiting_logged = True
+        if missing and self._is_connected:
+            _logger.warning(
+                "rank %d: waiting %.0f s for %s %s to join", self.rank, waited,
+                "rank" if len(missing) == 1 else "ranks", ", ".join(map(str, missing)),
+            )  # fmt: skip
+        elif not self._is_connected:
+            _logger.warning(
+                "rank %d: waiting %.0f s for %s, the store of the processes", self.rank, waited, self._address
+            )
+
     def _check_connection(self) -> None:
+        if self._duplicate_error:
+            raise EnvironmentProblem(self._duplicate_error)
         if (
             not self._connection_error
             and self._is_connected
@@ -226,7 +263,7 @@ class PeerProcesses:
 
     def _can_receive(self) -> bool:
         """Return False if no more messages can arrive: the connection is lost, or missing while the run is stopped."""
-        return not self._connection_error and (self._is_connected or not self._is_stopped)
+        return not (self._connection_error or self._duplicate_error) and (self._is_connected or not self._is_stopped)
 
     def _watched_ranks(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._ignored_ranks)
@@ -260,6 +297,9 @@ class PeerProcesses:
     def _run_thread(self) -> None:
         try:
             store = self._connect()
+            if store.add(f"joined/{self.rank}", 1) > 1:
+                self._refuse_duplicate(store)
+                return
             self._is_connected = True
             next_beat_at = 0.0
             while not self._is_leaving or self._outbox:
@@ -272,6 +312,14 @@ class PeerProcesses:
             with self._condition:
                 self._connection_error = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
                 self._condition.notify_all()
+
+    def _refuse_duplicate(self, store: Store) -> None:
+        """End all ranks, because two processes have the rank of this one."""
+        message = f"rank {self.rank}: two processes have this RANK; give each process a RANK of its own"
+        store.compare_set("failed", "", json.dumps([message, EnvironmentProblem.exit_code, self.rank != 0]))
+        with self._condition:
+            self._duplicate_error = message
+            self._condition.notify_all()
 
     def _exchange_beats(self, store: Store) -> None:
         """Send a heartbeat, and count those of the others since the last call."""
@@ -324,7 +372,7 @@ def _get_value(store: Store, key: str) -> bytes:
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 
-def _store_opener(host: str, port: int, rank: int) -> Callable[[], Store]:
+def _store_opener(host: str, port: int, rank: int, timeout: float) -> Callable[[], Store]:
     """Return a function that opens the store for the next rendezvous.
 
     Raises:
@@ -338,4 +386,4 @@ def _store_opener(host: str, port: int, rank: int) -> Callable[[], Store]:
         import torch.distributed  # noqa: F401  # the store is opened in a thread
     except ImportError as error:
         raise missing_package("several processes", error) from error
-    return lambda: open_store(host, port, rank, name)
+    return lambda: open_store(host, port, rank, name, timeout)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-START_TIMEOUT = 300.0  # seconds that a rank waits for the others to start
+START_TIMEOUT = 300  # seconds that a rank waits for the others to start
 LAUNCHED_BY_US = "CKPTX_LAUNCHED"
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -55,7 +54,7 @@ def remove_launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(key)}
 
 
-def open_store(host: str, port: int, rank: int, name: str) -> Store:
+def open_store(host: str, port: int, rank: int, name: str, timeout: float = START_TIMEOUT) -> Store:
     """Open the store of torchrun's agent, or else that of rank 0, which rank 0 starts.
 
     Args:
@@ -63,10 +62,12 @@ def open_store(host: str, port: int, rank: int, name: str) -> Store:
         port: MASTER_PORT.
         rank: Rank of this process.
         name: Name of the rendezvous, which prefixes its keys; the same on every rank.
+        timeout: Seconds to wait for the store.
     """
+    from datetime import timedelta  # not imported by a command that starts
+
     from torch.distributed import PrefixStore, TCPStore
 
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = timedelta(seconds=START_TIMEOUT)
-    store = TCPStore(host, port, None, is_master, timeout, wait_for_workers=False, multi_tenant=True)
+    store = TCPStore(host, port, None, is_master, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True)
     return PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", store)

@@ -24,7 +24,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size, self.port = size, free_port()
 
-    def come(self, rank: int, port: int | None = None) -> PeerProcesses:
+    def come(self, rank: int, port: int | None = None, start_timeout: float = 300) -> PeerProcesses:
         """A rank that sets out; rank 0 brings the store."""
 
         def connect() -> Store:
@@ -34,14 +34,16 @@ class Meeting:
                 TCPStore("127.0.0.1", port or self.port, None, rank == 0, patience, False, multi_tenant=True),
             )
 
-        return PeerProcesses(rank, self.size, connect, f"127.0.0.1:{self.port}")
+        return PeerProcesses(rank, self.size, connect, f"127.0.0.1:{self.port}", start_timeout)
 
-    def attend(self, rank: int, work: Callable[[PeerProcesses], Any], late: float = 0) -> Callable[[], Any]:
+    def attend(
+        self, rank: int, work: Callable[[PeerProcesses], Any], late: float = 0, start_timeout: float = 300
+    ) -> Callable[[], Any]:
         """A rank that comes after `late` seconds, does its work, and leaves."""
 
         def attend() -> Any:
             time.sleep(late)
-            here = self.come(rank)
+            here = self.come(rank, start_timeout=start_timeout)
             with here.session():
                 return work(here)
 
@@ -305,11 +307,54 @@ def test_who_is_told_to_end_before_there_is_a_connection_ends(monkeypatch: pytes
     assert time.monotonic() - began < 10
 
 
-def test_another_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "START_TIMEOUT", 0.3)
-    (found,) = together(Meeting(3).attend(0, lambda here: here.receive(1, "word")))
+def test_a_rank_that_does_not_join(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once after a while, and ends the run after the timeout."""
+    monkeypatch.setattr(processes, "_WAITING_NOTE_AFTER", 0.2)
+    (found,) = together(Meeting(3).attend(0, lambda here: here.receive(1, "word"), start_timeout=0.6))
     assert isinstance(found, EnvironmentProblem)
-    assert str(found) == "rank 1: did not start within 0 s; check that it was started"
+    words = (
+        "rank 1: did not join within 1 s; check that it was started with the same command, or pass a larger --timeout"
+    )
+    assert str(found) == words
+    assert [each.getMessage() for each in caplog.records] == ["rank 0: waiting 0 s for ranks 1, 2 to join"]
+
+
+def test_a_store_that_does_not_come_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "_WAITING_NOTE_AFTER", 0.1)
+
+    def connect() -> Store:
+        time.sleep(1)
+        raise RuntimeError("refused")
+
+    here = PeerProcesses(1, 2, connect, "nowhere")
+    with pytest.raises(EnvironmentProblem, match="rank 1: has no connection to nowhere"):
+        here.receive(0, "word")
+    (record,) = caplog.records
+    assert record.getMessage() == "rank 1: waiting 0 s for nowhere, the store of the processes"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_of_one_rank(rank: int) -> None:
+    """All ranks end, with the same message, and the process that noticed it reports it."""
+    meeting = Meeting(2)
+    words = f"rank {rank}: two processes have this RANK; give each process a RANK of its own"
+
+    def connect() -> Store:
+        patience = timedelta(seconds=5)
+        return PrefixStore("test", TCPStore("127.0.0.1", meeting.port, None, False, patience, False))
+
+    def duplicate() -> Any:
+        time.sleep(0.5)
+        here = PeerProcesses(rank, 2, connect, "there")
+        with here.session():
+            return here.receive(1 - rank, "word")
+
+    others = [meeting.attend(each, lambda here: here.receive(1 - here.rank, "never")) for each in range(2)]
+    results = together(*others, duplicate)
+    assert [str(each) for each in results] == [words] * 3
+    assert [type(each) for each in results] == [PeerFailure, PeerFailure, EnvironmentProblem]
 
 
 def test_a_store_that_nobody_brings_is_named() -> None:

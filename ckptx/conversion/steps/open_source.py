@@ -54,7 +54,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         InputError, UnsupportedError: The source cannot be opened.
         OutputError: The target already exists, or contains a file of the source.
     """
-    processes = PeerProcesses.from_environment()
+    processes = PeerProcesses.from_environment(options.timeout)
     with processes.session() if processes is not None else nullcontext():
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
