@@ -14,6 +14,7 @@ class FormatTraits(NamedTuple):
         has_archives: True if tensors are in `torch.save` archives, which have to be parsed.
         is_training_format: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
             state and pickled objects.
+        can_keep_state: True if optimizer state can be kept, because its settings are stored along with its tensors.
         is_published: True for the form in which models are published, with a config that matches the weights.
         can_be_restored: True if its files can be recorded and written again byte for byte.
         has_manifest: True if ckptx writes a manifest with a record of the original files.
@@ -24,6 +25,7 @@ class FormatTraits(NamedTuple):
     reshard_output: Literal["dcp", "safetensors"]
     has_archives: bool = False
     is_training_format: bool = False
+    can_keep_state: bool = True
     is_published: bool = False
     can_be_restored: bool = False
     has_manifest: bool = False
@@ -35,4 +37,5 @@ BIN = FormatTraits("bin", "safetensors", is_published=True)
 DCP = FormatTraits("dcp", "dcp", has_archives=True, is_training_format=True, has_manifest=True)
 SHARDED = FormatTraits("sharded", "safetensors", has_manifest=True, has_model_names=True)
 FSDP = FormatTraits("fsdp", "dcp", is_training_format=True)
-TRAITS_BY_FORMAT = {traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP)}
+TORCH_SAVE = FormatTraits("torch-save", "safetensors", is_training_format=True, can_keep_state=False)
+TRAITS_BY_FORMAT = {traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP, TORCH_SAVE)}

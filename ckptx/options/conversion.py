@@ -133,6 +133,11 @@ class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions
             UsageError: An option requires a DCP source.
         """
         if source.is_training_format:
+            if self.optimizer == "keep" and not source.can_keep_state:
+                raise UsageError(
+                    "--optimizer keep requires a DCP source; SRC is a file of torch.save, of which only the model is "
+                    "converted"
+                )
             return
         if self.optimizer is not None:
             raise UsageError("--optimizer requires a DCP source; SRC is not a DCP and has no optimizer state")

@@ -40,7 +40,12 @@ def peak_memory_text(report: Report) -> tuple[str, str]:
     return label, human_bytes(report.peak_rss)
 
 
-_FORMAT_NAMES = {"sharded": "sharded safetensors", "fsdp": "FSDP rank files", "bin": "pytorch_model.bin"}
+_FORMAT_NAMES = {
+    "sharded": "sharded safetensors",
+    "fsdp": "FSDP rank files",
+    "bin": "pytorch_model.bin",
+    "torch-save": "torch.save dict",
+}
 
 
 def format_text(name: str) -> str:

@@ -124,7 +124,9 @@ class Custom:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"state_dict": {"w": torch.zeros(2)}}, "expected only named tensors, found a nested dict at 'state_dict'"),
+        ({"state_dict": {"w": 1}}, "expected only named tensors, found a nested dict at 'state_dict'"),
+        ({"state_dict": {1.5: torch.zeros(2)}}, "state_dict has a key that is a value of type float"),
+        ({"model": {"w": torch.zeros(2).to_sparse(), "v": torch.zeros(2)}}, "sparse"),
         ({"w": torch.zeros(2), "epoch": 3}, "expected only named tensors, found a value of type int at 'epoch'"),
         ({"w": None}, "expected only named tensors, found None at 'w'"),
         ({0: torch.zeros(2)}, "expected only named tensors, found a tensor at '0'"),
@@ -175,3 +177,79 @@ def test_a_truncated_file_is_refused(place: MemoryPath) -> None:
         (place / SINGLE).write_bytes(data[:size])
         with pytest.raises(InputError):
             open_bin(place, [SINGLE])
+
+
+# ------------------------------------------------------------------------------------------------------ nested dicts
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {name: raw_tensor("float32", (4, 2)) for name in ("model.norm.weight", "lm_head.weight")}
+
+
+def optimizer_state() -> dict[str, Any]:
+    moments = {number: {"step": torch.tensor(3.0), "exp_avg": torch.ones(4, 2)} for number in range(2)}
+    return {"state": moments, "param_groups": [{"lr": 1e-3, "params": [0, 1]}]}
+
+
+MOMENTS = [f"state.{number}.{key}" for number in range(2) for key in ("step", "exp_avg")]
+
+
+@pytest.mark.parametrize(
+    ("value", "prefixes", "note"),
+    [
+        ({"model": state()}, ["model."], None),
+        ({"state_dict": state(), "epoch": 3}, ["state_dict."], "1 value other than tensors ignored, in 'epoch'"),
+        ({"a": {"b": OrderedDict(state())}}, ["a.b."], None),
+        ({"models": [state(), state()]}, ["models.0.", "models.1."], None),
+        (
+            {"model": state(), "optimizer": optimizer_state(), "step": 5},
+            ["model.", "optimizer."],
+            "4 values other than tensors ignored, in 'optimizer.param_groups', 'step'",
+        ),
+    ],
+)
+def test_nested_dicts_have_dotted_names(
+    value: dict[str, Any], prefixes: list[str], note: str | None, place: MemoryPath
+) -> None:
+    save(place, value)
+    catalog = open_bin(place, [SINGLE])
+    model = [prefix for prefix in prefixes if prefix != "optimizer."]
+    names = {prefix + name for prefix in model for name in state()}
+    names |= {f"optimizer.{name}" for name in MOMENTS if "optimizer." in prefixes}
+    assert (catalog.format, set(catalog.tensors)) == ("torch-save", names)
+    assert catalog.notes == ([] if note is None else [f"{SINGLE}: {note}"])
+    found = values(catalog)
+    assert {name: data for name, (_, _, data) in found.items() if name.startswith(model[0])} == {
+        model[0] + name: raw_bytes(tensor) for name, tensor in state().items()
+    }
+
+
+def test_two_tensors_of_one_dotted_name(place: MemoryPath) -> None:
+    save(place, {"a": {"b.c": torch.zeros(2)}, "a.b": {"c": torch.ones(2)}})
+    with pytest.raises(InputError, match=r'two tensors have the dotted name "a\.b\.c"'):
+        open_bin(place, [SINGLE])
+
+
+def test_dicts_of_any_depth_and_dicts_in_themselves(place: MemoryPath) -> None:
+    deep: dict[str, Any] = {"w": torch.zeros(2)}
+    for _ in range(13):
+        deep = {"a": deep}
+    save(place, deep)
+    assert list(open_bin(place, [SINGLE]).tensors) == ["a." * 13 + "w"]
+    for _ in range(9):
+        deep = {"a": deep}
+    save(place, deep)
+    with pytest.raises(UnsupportedError, match="save the plain state_dict"):
+        open_bin(place, [SINGLE])
+    endless: dict[str, Any] = {"w": {"w": torch.zeros(2)}}
+    endless["again"] = endless
+    save(place, endless)
+    with pytest.raises(UnsupportedError, match="more than 16 levels of dicts"):
+        open_bin(place, [SINGLE])
+
+
+def test_several_files_hold_plain_state_dicts(place: MemoryPath) -> None:
+    save(place, {"model": state()}, "a.bin")
+    save(place, {"x": torch.zeros(2)}, "b.bin")
+    with pytest.raises(UnsupportedError, match="found a nested dict at 'model'"):
+        open_bin(place, ["a.bin", "b.bin"])

@@ -47,12 +47,16 @@ class DcpFormat(OutputFormat):
         return bool(self.options.prefix)
 
     def keeps_state(self, source: Catalog) -> bool:
-        return source.traits.is_training_format and self.options.optimizer != "drop"
+        traits = source.traits
+        return traits.is_training_format and traits.can_keep_state and self.options.optimizer != "drop"
 
     def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.traits.is_training_format:
             return DroppedState()
-        return drop_training_state(view, view.catalog.objects, "dropped (--optimizer drop)")
+        reason = (
+            "dropped (--optimizer drop)" if view.catalog.traits.can_keep_state else "of torch.save is not converted"
+        )
+        return drop_training_state(view, view.catalog.objects, reason)
 
     def default_naming(self, view: ModelView) -> str | None:
         return "hf" if view.catalog.traits.has_model_names else None

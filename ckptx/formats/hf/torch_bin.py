@@ -2,15 +2,21 @@
 
 The tensors of one file may share storages (tied weights) or be any strided view of one. A name that shares bytes with
 another has a separate entry with the same byte range. Only the zip directory and the pickle of each file are read.
+
+A single file may hold nested dicts, such as `{"model": model.state_dict(), "optimizer": ..., "step": 5}`. Its tensors
+get the names that they would have in a DCP, `model.norm.weight` and `optimizer.state.0.exp_avg`, so that the model is
+found by its prefix, as in a DCP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.format_traits import BIN, TORCH_SAVE
 from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
@@ -18,6 +24,10 @@ from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.limits import MAX_INDEX_BYTES
+from ckptx.wording import counted
+
+_MAX_DEPTH = 16  # levels of dicts and lists in a file
+_MAX_LISTED = 4  # names in a note
 
 
 def open_bin(source: Source, names: Sequence[str]) -> Catalog:
@@ -43,13 +53,13 @@ def open_bin(source: Source, names: Sequence[str]) -> Catalog:
 
 
 def _open_files(source: Source, names: Sequence[str]) -> Catalog:
-    catalog = Catalog(source.location, "bin", {}, storage=source)
+    catalog = Catalog(source.location, BIN.name, {}, storage=source)
     entries: dict[str, TensorEntry] = {}
     with source.open() as files:
         for name in names:
             identity = files.identity(name)
             catalog.files[name], catalog.identities[name] = identity.nbytes, identity
-            for entry in _open_file(files, name):
+            for entry in _open_file(files, name, catalog if len(names) == 1 else None):
                 if entry.name in entries:
                     raise InputError(
                         f'{source.location / name}: tensor "{entry.name}" is also in '
@@ -61,7 +71,8 @@ def _open_files(source: Source, names: Sequence[str]) -> Catalog:
     return catalog
 
 
-def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
+def _open_file(files: SourceFiles, name: str, catalog: Catalog | None) -> list[TensorEntry]:
+    """Return the tensors of a file; note in `catalog` if it holds nested dicts, which only a single file may (None)."""
     where = f"{files.root / name}"
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):
@@ -69,8 +80,16 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
             f"{where}: expected a dict of named tensors, found {describe_value(archive.tree)}; save the plain "
             "state_dict()"
         )
+    tree = archive.tree
+    if catalog is not None and any(_is_nested(value) and _has_tensor(value) for value in tree.values()):
+        tree, ignored = _flatten(tree, where)
+        catalog.format = TORCH_SAVE.name
+        if ignored:
+            parents = list(dict.fromkeys(".".join(each.split(".")[:2]) for each in ignored))
+            listed = ", ".join(map(repr, parents[:_MAX_LISTED])) + (", ..." if len(parents) > _MAX_LISTED else "")
+            catalog.notes.append(f"{name}: {counted(len(ignored), 'value')} other than tensors ignored, in {listed}")
     entries = []
-    for key, value in archive.tree.items():
+    for key, value in tree.items():
         if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_utf8(key):
             raise UnsupportedError(
                 f"{where}: expected only named tensors, found {describe_value(value)} at {str(key)[:80]!r}; save the "
@@ -87,6 +106,50 @@ def _open_file(files: SourceFiles, name: str) -> list[TensorEntry]:
         chunk = Chunk(full_region(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
         entries.append(TensorEntry(key, dtype, shape, (chunk,)))
     return entries
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | UnsupportedObject)
+
+
+def _has_tensor(value: object, depth: int = 0) -> bool:
+    """Return True if a value is or contains a tensor."""
+    if isinstance(value, TensorRef):
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return depth < _MAX_DEPTH and any(_has_tensor(each, depth + 1) for each in items)
+
+
+def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors of nested dicts and lists by dotted name, and the names of all other values.
+
+    Raises:
+        InputError: Two tensors have the same dotted name.
+        UnsupportedError: A key is neither a string nor an integer, or the dicts are too deep or contain themselves.
+    """
+    tensors: dict[str, Any] = {}
+    ignored: list[str] = []
+    pending: list[tuple[str, Any, int]] = [("", tree, 0)]
+    while pending:
+        name, value, depth = pending.pop()
+        if depth > _MAX_DEPTH:
+            raise UnsupportedError(f"{where}: more than {_MAX_DEPTH} levels of dicts; save the plain state_dict()")
+        if _is_nested(value):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in reversed(list(pairs)):
+                if type(key) not in (str, int):
+                    raise UnsupportedError(
+                        f"{where}: {name or 'the dict'} has a key that is {describe_value(key)}; save the plain "
+                        "state_dict()"
+                    )
+                pending.append((f"{name}.{key}" if name else str(key), item, depth + 1))
+        elif not isinstance(value, TensorRef | UnsupportedObject):
+            ignored.append(name)
+        elif name in tensors:
+            raise InputError(f'{where}: two tensors have the dotted name "{name}"; save the plain state_dict()')
+        else:
+            tensors[name] = value
+    return tensors, ignored
 
 
 def is_utf8(key: str) -> bool:
