@@ -7,13 +7,17 @@ passes them its options as one document, and reads the report of rank 0.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from ckptx.api.memory_check import check_memory_fit
 from ckptx.comparison.headers import view_both
 from ckptx.errors import PeerFailure, missing_package
 from ckptx.formats.hf.hub import resolve_source
+from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.registry import open_checkpoint
+from ckptx.formats.sidecars import MANIFEST
+from ckptx.layout.stages import split_layers
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import to_json
 from ckptx.options.verify import CompareRunOptions
@@ -35,6 +39,7 @@ def verify_models(options: CompareRunOptions) -> RunReport:
         resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
+    options = _with_recorded_layout(options, checkpoint, log if is_first_rank() and not is_launched_by_us() else Log())
     if options.tp_plan is not None:
         read_plan(str(options.tp_plan))  # errors are raised before a rank starts
     if options.model_prefix is not None:
@@ -54,6 +59,29 @@ def verify_models(options: CompareRunOptions) -> RunReport:
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
 
 
+def _with_recorded_layout(options: CompareRunOptions, checkpoint: Path, log: Log) -> CompareRunOptions:
+    """Return the options with the tensor-parallel rules and stages that the checkpoint was resharded with.
+
+    They are used if the mesh has the same number of stages, and no other ones are given.
+    """
+    if options.dims.tp == options.dims.pp == 1:
+        return options
+    source = open_checkpoint(checkpoint).source
+    manifest = read_manifest(source, [])
+    if manifest is None:
+        return options
+    recorded, values = manifest.layout, dict[str, Any]()
+    if recorded.tp_plan is not None and options.tp_plan is None and options.dims.tp > 1:
+        values["tp_plan"] = str(source.location / MANIFEST)
+        log.note(f"using the tensor-parallel rules of {values['tp_plan']}; pass --tp-plan to use others")
+    counts = [sum(stop - first for _, first, stop in stage) for stage in recorded.stages or ()]
+    is_same_mesh = len(counts) == options.dims.pp > 1 and options.schedule in ("1f1b", "gpipe")
+    if is_same_mesh and options.pp_split == "even" and tuple(counts) != split_layers(sum(counts), len(counts)):
+        values["pp_split"] = ",".join(map(str, counts))
+        log.note(f"using the stages of {source.location / MANIFEST}: --pp-split {values['pp_split']}")
+    return options.with_values(**values) if values else options
+
+
 def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopwatch) -> RunReport:
     """Return the report of rank 0, with the wall time of this process and the peak memory of the largest rank.
 
@@ -67,4 +95,4 @@ def _merge_report_of_rank_0(document: dict[str, Any], log: Log, stopwatch: Stopw
     report = RunReport(**{name: value for name, value in document.items() if name in field_names})
     peak_of_rank_0 = report.ranks[0].get("peak_rss", report.peak_rss) if report.ranks else report.peak_rss
     peak_fields = peak_of_processes([report.peak_rss], are_ranks=True)
-    return stopwatch.stop(replace(report, peak_rss_rank_0=peak_of_rank_0, **peak_fields))
+    return stopwatch.stop(replace(report, notes=list(log.notes), peak_rss_rank_0=peak_of_rank_0, **peak_fields))

@@ -1,7 +1,7 @@
 """`ckptx.json`, the manifest: a record of the files that ckptx wrote, with digests. No loader needs it.
 
     {"ckptx": 1, "tool": "0.1.0", "format": "dcp",
-     "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null},
+     "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null, "tp_plan": {...} or absent},
      "origin": {"format": "huggingface", "files": [{"name", "metadata"} or {"name", "header"}], "index": ...,
                 "tensors": {NAME: index in files}} or null,
      "cuts": [{"files": [index in the files below], "offsets": [[...]], "sizes": [[...]], "replicas": [index]}],
@@ -72,12 +72,19 @@ class TensorRecord(NamedTuple):
 
 
 class LayoutRecord(NamedTuple):
-    """Record of the mesh: its sizes, and the layers of each pipeline stage as (path, first, stop); None if unknown."""
+    """Record of the mesh.
+
+    Attributes:
+        tp, pp, dp_shard: Sizes of the mesh.
+        stages: Layers of each pipeline stage as (path, first, stop); None if unknown.
+        tp_plan: Tensor-parallel rules of the user, pattern -> style; None if there were none.
+    """
 
     tp: int
     pp: int
     dp_shard: int
     stages: tuple[tuple[tuple[str, int, int], ...], ...] | None
+    tp_plan: Mapping[str, str] | None = None
 
 
 class OriginalFile(NamedTuple):

@@ -250,15 +250,22 @@ class _ManifestParser:
         )
         if layout.get("rank_order") != RANK_ORDER:
             self._refuse(f"{field}.rank_order", layout.get("rank_order"), RANK_ORDER)
+        tp_plan = self._parse_tp_plan(layout.get("tp_plan"), f"{field}.tp_plan")
         stages = layout.get("stages", 0)
         if stages is None:
-            return LayoutRecord(tp, pp, dp_shard, None)
+            return LayoutRecord(tp, pp, dp_shard, None, tp_plan)
         field = f"{field}.stages"
         spans = (
             tuple(self._parse_layer_span(span, field) for span in self._require_list(stage, field))
             for stage in self._require_list(stages, field)
         )
-        return LayoutRecord(tp, pp, dp_shard, tuple(spans))
+        return LayoutRecord(tp, pp, dp_shard, tuple(spans), tp_plan)
+
+    def _parse_tp_plan(self, plan: Any, field: str) -> dict[str, str] | None:
+        if plan is None:
+            return None
+        rules = self._require_object(plan, field)
+        return {pattern: self._require_string(style, f"{field}.{pattern:.60}") for pattern, style in rules.items()}
 
     def _parse_layer_span(self, span: Any, field: str) -> tuple[str, int, int]:
         if not isinstance(span, list) or len(span) != 3:

@@ -18,6 +18,8 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UsageError
+from ckptx.formats.manifest_file import read_manifest
+from ckptx.formats.sidecars import MANIFEST
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor, tp_regions
 from ckptx.layout.stages import StageMap
@@ -28,6 +30,7 @@ from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import read_small
+from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_PLAN_BYTES
 
@@ -57,12 +60,14 @@ class ShardedModel:
         stages: Assignment of layers to stages.
         placements: Placement of each tensor by name.
         unknown_tensors: Tensors that the model does not have; they are replicated.
+        user_plan: Tensor-parallel rules of the user, pattern -> style; None if there are none.
     """
 
     dims: ParallelDims
     stages: StageMap
     placements: Mapping[str, TensorPlacement]
     unknown_tensors: tuple[str, ...] = ()
+    user_plan: Mapping[str, str] | None = None
 
     @property
     def unaligned(self) -> list[str]:
@@ -100,11 +105,13 @@ class ShardedModel:
 
 
 def read_plan(path: str) -> Mapping[str, Any]:
-    """Read a `--tp-plan` file.
+    """Read a `--tp-plan` file, or the rules that a `ckptx.json` records.
 
     Raises:
-        UsageError: The file cannot be read or is not a JSON object.
+        UsageError: The file cannot be read, is not a JSON object, or is a `ckptx.json` without rules.
     """
+    if Path(path).name == MANIFEST:
+        return _read_recorded_plan(Path(path))
     try:
         plan = parse_json(read_small(Path(path), MAX_PLAN_BYTES).decode("utf-8"), path)
     except UnicodeDecodeError as error:
@@ -118,6 +125,16 @@ def read_plan(path: str) -> Mapping[str, Any]:
             f"--tp-plan: {path}: expected a JSON object such as "
             f'{{"model.layers.*.self_attn.q_proj": "colwise"}}, found {type(plan).__name__}'
         )
+    return plan
+
+
+def _read_recorded_plan(path: Path) -> Mapping[str, Any]:
+    notes: list[str] = []
+    manifest = read_manifest(LocalSource(path.parent), notes)
+    plan = None if manifest is None else manifest.layout.tp_plan
+    if plan is None:
+        reason = notes[0] if notes else "has no tensor-parallel rules of a user"
+        raise UsageError(f"--tp-plan: {path}: {reason}; pass a file with rules")
     return plan
 
 
@@ -145,6 +162,7 @@ class Sharder:
         stages: Assignment of layers to stages.
         rules: Rules from tensor names to model names; None if they are the same.
         replicate: True to store tensors that TP does not shard on every TP rank, False for the first only.
+        user_plan: Tensor-parallel rules of the user, which `plan` contains; None if there are none.
     """
 
     plan: TensorParallelPlan
@@ -152,6 +170,7 @@ class Sharder:
     stages: StageMap
     rules: NameRules | None
     replicate: bool
+    user_plan: Mapping[str, str] | None = None
 
     def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> ShardedModel:
         """Assign a stage and blocks to every tensor.
@@ -188,7 +207,7 @@ class Sharder:
                 blocks = shard_tensor(shape, decision.placement, self.dims, self.replicate, dtype.pack)
                 known_blocks[shape, id(decision), dtype] = blocks
             placements[name] = TensorPlacement(stage, blocks, decision)
-        return ShardedModel(self.dims, self.stages, placements, tuple(replicated))
+        return ShardedModel(self.dims, self.stages, placements, tuple(replicated), self.user_plan)
 
     def stage_of(self, name: str) -> int:
         """Return the pipeline stage of a tensor."""

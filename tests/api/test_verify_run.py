@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
+import ckptx
 from ckptx.api import verify_run as running
 from ckptx.api.verify_run import verify_models
 from ckptx.errors import EnvironmentProblem, InternalError, PeerFailure, UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import from_json
 from ckptx.options.option import settings_of
 from ckptx.options.verify import CompareRunOptions
 from ckptx.report.documents.verify_run import RunReport
 from ckptx.report.report import Log
+from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 
 A, B = Path("a"), Path("b")
 
@@ -72,6 +75,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 @pytest.fixture(autouse=True)
 def _any_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "resolve_source", lambda path, **_: Path(path))
+    monkeypatch.setattr(running, "_with_recorded_layout", lambda options, checkpoint, log: options)
 
 
 @pytest.fixture
@@ -122,6 +126,72 @@ def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path
     assert {name: getattr(heard, name) for name in given} == given | hooks_and_paths
     options = {name for name, each in settings_of(CompareRunOptions).items() if each.option is not None}
     assert options - given.keys() == {"run", "gpu_memory", "gpu"}, "give the new option a value here"
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three layers, and the same with the layout of a user: rules, and stages of one and two layers."""
+    root = tmp_path_factory.mktemp("layouts")
+    config = LLAMA | {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    write_hf(root / "hf", llama(layers=3), config=config)
+    (root / "plan.json").write_text(json.dumps(PLAN))
+    ckptx.reshard(root / "hf", root / "own", tp=2, pp=2, tp_plan=root / "plan.json", pp_split="1,2")
+    ckptx.reshard(root / "hf", root / "even", tp=2, pp=2)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "has_plan", "split"),
+    [
+        ("own", {"tp": 2, "pp": 2}, True, "1,2"),
+        ("own", {"tp": 2, "pp": 2, "schedule": "gpipe"}, True, "1,2"),
+        ("own", {"tp": 2}, True, "even"),
+        ("own", {"pp": 2}, False, "1,2"),
+        ("own", {"pp": 3}, False, "even"),
+        ("own", {"pp": 2, "pp_split": "2,1"}, False, "2,1"),
+        ("own", {"pp": 2, "schedule": "interleaved1f1b"}, False, "even"),
+        ("own", {"dp_shard": 2}, False, "even"),
+        ("even", {"tp": 2, "pp": 2}, False, "even"),
+        ("hf", {"tp": 2, "pp": 2}, False, "even"),
+    ],
+)
+def test_the_layout_that_the_manifest_records_is_used(
+    monkeypatch: pytest.MonkeyPatch, resharded: Path, name: str, options: dict[str, Any], has_plan: bool, split: str
+) -> None:
+    monkeypatch.undo()
+    log = Log()
+    given = CompareRunOptions(resharded / "hf", resharded / name, run=True, **options)
+    found = running._with_recorded_layout(given, resharded / name, log)
+    manifest = str(resharded / name / "ckptx.json")
+    assert (found.tp_plan, found.pp_split) == (manifest if has_plan else None, split)
+    assert dict(read_plan(manifest)) == PLAN if has_plan else True
+    expected = [f"using the tensor-parallel rules of {manifest}; pass --tp-plan to use others"] * has_plan
+    expected += [f"using the stages of {manifest}: --pp-split 1,2"] * (split == "1,2")
+    assert list(log.notes) == expected
+
+
+def test_given_rules_take_precedence_and_a_manifest_without_rules_is_refused(
+    monkeypatch: pytest.MonkeyPatch, resharded: Path
+) -> None:
+    monkeypatch.undo()
+    plan = str(resharded / "plan.json")
+    given = CompareRunOptions(resharded / "hf", resharded / "own", run=True, tp=2, tp_plan=plan)
+    assert running._with_recorded_layout(given, resharded / "own", Log()).tp_plan == plan
+    with pytest.raises(
+        UsageError, match=r"--tp-plan: .*ckptx\.json: has no tensor-parallel rules of a user; pass a file"
+    ):
+        read_plan(str(resharded / "even" / "ckptx.json"))
+    (resharded / "own" / "copy").mkdir()
+    (resharded / "own" / "copy" / "ckptx.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"--tp-plan: .*not a valid manifest"):
+        read_plan(str(resharded / "own" / "copy" / "ckptx.json"))
+
+
+def test_rules_survive_a_chain_of_meshes(resharded: Path, tmp_path: Path) -> None:
+    ckptx.reshard(
+        resharded / "hf", tmp_path / "again", tp=2, pp=2, tp_plan=resharded / "own" / "ckptx.json", pp_split="1,2"
+    )
+    assert (tmp_path / "again" / "ckptx.json").read_bytes() == (resharded / "own" / "ckptx.json").read_bytes()
 
 
 def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:

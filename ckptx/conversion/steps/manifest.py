@@ -60,6 +60,7 @@ def manifest_of(
             "dp_shard": dims.dp_shard if dims else 1,
             "rank_order": RANK_ORDER,
             "stages": mesh.layers() if mesh else None,
+            **({"tp_plan": mesh.user_plan} if mesh and mesh.user_plan is not None else {}),
         },
         "origin": None if original is None else original.to_json(),
         "cuts": chunk_table.rows,

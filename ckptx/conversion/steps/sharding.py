@@ -111,7 +111,7 @@ def _make_sharder(
                 f'--tp-plan: "{unmatched[0]}" matches no tensor{others}; '
                 "patterns are names of the model's parameters or modules, with * for an index"
             )
-    return Sharder(plan, dims, stages, naming.rules, own_files_only)
+    return Sharder(plan, dims, stages, naming.rules, own_files_only, user_plan)
 
 
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
