@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from ckptx.errors import UsageError
 from ckptx.options.buffers import DTYPE_SPELLINGS, Dtype
-from ckptx.options.mesh import PipelineOptions, ReplicaOptions
+from ckptx.options.mesh import PipelineOptions, ReplicaOptions, TpPlanOptions
 from ckptx.options.option import (
     LAYOUT_SEARCH,
     RECIPE,
@@ -146,7 +146,7 @@ class StepOptions(
             raise UsageError(f"{model} and --recipe both name a model; leave out one of them")
 
 
-class ForecastOptions(ActivationCheckpointingScopeOptions, PipelineOptions, StepOptions, kw_only=False):
+class ForecastOptions(ActivationCheckpointingScopeOptions, TpPlanOptions, PipelineOptions, StepOptions, kw_only=False):
     """Options of `forecast`."""
 
     command: ClassVar[str] = "forecast"

@@ -74,8 +74,8 @@ class StageSplitOptions(MeshOptions):
     ] = "even"
 
 
-class ShardingOptions(StageSplitOptions):
-    """Options for sharding tensors over a mesh."""
+class TpPlanOptions(MeshOptions):
+    """Option for tensor-parallel rules."""
 
     tp_plan: Annotated[
         str | Path | None,
@@ -87,6 +87,10 @@ class ShardingOptions(StageSplitOptions):
             requires=(("tp", 2),),
         ),
     ] = None
+
+
+class ShardingOptions(TpPlanOptions, StageSplitOptions):
+    """Options for sharding tensors over a mesh."""
 
 
 class ReplicaOptions(MeshOptions):

@@ -194,6 +194,23 @@ def test_errors_name_the_file_that_was_given(model: Path, tmp_path: Path, key: s
     assert result.return_value != 0 and str(path) in result.stderr and "ckptx-forecast-" not in result.stderr
 
 
+def test_a_tp_plan_shards_what_it_names(model: Path, tmp_path: Path) -> None:
+    words = ["--seq", 16, "--tp", 2, "--json"]
+    replicated = {f"model.layers.*.mlp.{name}_proj": "replicate" for name in ("gate", "up", "down")}
+    plans = {"none": {}, "whole": replicated, "one": {"model.layers.1.mlp.gate_proj": "colwise"}}
+    for name, plan in plans.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(plan))
+    default, none, whole, one = (
+        json.loads(ran(model, *words, *given).stdout)["by_stage"][0]["by_kind"]["parameters"]
+        for given in ([], *(["--tp-plan", tmp_path / f"{name}.json"] for name in plans))
+    )
+    mlp = 2 * 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"] * 2  # layers, matrices, bytes
+    assert (none, whole, one) == (default, default + mlp // 2, default)
+    (tmp_path / "other.json").write_text('{"nothing.*": "colwise"}')
+    refused = ran(model, *words[:-1], "--tp-plan", tmp_path / "other.json")
+    assert refused.return_value == 2 and "matches a parameter" in refused.stderr
+
+
 def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
     result = ran("--recipe", "llama_tiny", "--set", "layout.tp=2", "--set", "layout.dp_shard=1", "--json")
     assert result.return_value == 0, result.stderr

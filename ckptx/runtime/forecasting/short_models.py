@@ -17,6 +17,7 @@ from torch import nn
 from ckptx.architecture.lookup import find_architecture
 from ckptx.errors import CkptxError
 from ckptx.layout.stages import StageMap
+from ckptx.model_view.sharder import read_plan
 from ckptx.runtime.forecasting.repeated_layers import (
     RepeatedLayers,
     collect_per_layer_values,
@@ -103,6 +104,9 @@ def plan_shortening(task: ForecastTask, model_count: int) -> ShorteningPlan | No
     """
     if task.recipe.model.trust_remote_code:
         return None  # its custom code may depend on the config
+    tp_plan = task.recipe.layout.tp_plan
+    if tp_plan is not None and any(part.isdecimal() for pattern in read_plan(tp_plan) for part in pattern.split(".")):
+        return None  # rules for single layers
     model = build_model(task.source, dtype=_model_dtype(task))
     config = {**model.config.to_dict(), "architectures": model.config.architectures}
     counts = {each.name: len(each.module) for each in iter_layer_lists(model)}
@@ -154,7 +158,9 @@ def assign_stages(model: nn.Module, task: ForecastTask) -> StageMap:
     """
     config: Any = model.config
     config_dict = {**config.to_dict(), "architectures": config.architectures}
-    architecture, layout = find_architecture(config_dict), task.recipe.layout
+    is_trusted, layout = task.recipe.model.trust_remote_code, task.recipe.layout
+    code_directory = task.source if is_trusted else None
+    architecture = find_architecture(config_dict, config_dir=code_directory, trust_remote_code=is_trusted)
     stacks = architecture.stacks(config_dict) if architecture is not None else ()
     return StageMap(
         stacks,

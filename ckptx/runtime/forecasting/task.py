@@ -88,9 +88,10 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
     is_search = isinstance(options, SearchOptions)
     dims = ParallelDims() if is_search else options.dims
     recomputed = "none" if is_search else options.checkpointing_mode
-    schedule, pp_split, ac_scope = "1f1b", "even", "all"
+    schedule, pp_split, ac_scope, tp_plan = "1f1b", "even", "all", None
     if isinstance(options, ForecastOptions):
         schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope
+        tp_plan = None if options.tp_plan is None else str(options.tp_plan)
     if pp_split not in (*SPLIT_RULES, *FORMER_SPLITS) and not all(
         each.strip().isdecimal() for each in pp_split.split(",")
     ):
@@ -121,7 +122,7 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
             optimizer=OptimizerBlock(),
             layout=LayoutBlock(
                 tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate, pp_split=pp_split,
-                schedule=schedule, activation_checkpointing=cast(Any, recomputed),
+                tp_plan=tp_plan, schedule=schedule, activation_checkpointing=cast(Any, recomputed),
                 ac_scope=cast(Any, ac_scope), param_dtype=cast(Any, DTYPES.get(param_dtype or "")),
                 reduce_dtype=cast(Any, DTYPES.get(options.reduce_dtype or param_dtype or "")),
             ),

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ckptx.architecture.lookup import find_architecture
 from ckptx.formats.hf.reader import read_json
+from ckptx.model_view.sharder import read_plan
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.model.layers import canonical_name
@@ -136,11 +137,13 @@ def build_rank_model_on_meta(
         attn_implementation=recipe.model.attn_implementation or "sdpa",
         edit_config=lambda each: set_dropout(each, dropout) if dropout is not None else None,
     ).train()
-    architecture = find_architecture(config)
+    trusted_code = source if recipe.model.trust_remote_code else None
+    architecture = find_architecture(config, config_dir=trusted_code, trust_remote_code=trusted_code is not None)
     if architecture is not None:
         check_heads(config, layout.tp, architecture)
     frozen = freeze(whole_model, recipe.model.freeze)
-    plan = find_plan(whole_model, config) if layout.tp > 1 else None
+    user_plan = None if layout.tp_plan is None else dict(read_plan(layout.tp_plan))
+    plan = find_plan(whole_model, config, user_plan) if layout.tp > 1 else None
     pipeline_plan, stages = None, {0: whole_model}
     if layout.pp > 1:
         pipeline_plan = plan_pipeline(
@@ -153,6 +156,7 @@ def build_rank_model_on_meta(
             activation_checkpointing=layout.activation_checkpointing,
             batches=_make_small_batches,
             find_boundaries=find_boundaries,
+            trusted_code=trusted_code,
         )
         stages = pipeline_plan.models(whole_model, mesh)
     layouts, wrapped_layers = [], 0

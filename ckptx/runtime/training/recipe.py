@@ -136,6 +136,7 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
             `checks.layouts`, null is the number of ranks of `layout` divided by tp x pp x dp_replicate, and at least 1.
         dp_replicate: Number of replicas of the sharded model.
         pp_split: Assignment of layers to stages: even, vllm, torchtitan, hf, or a comma-separated list of counts.
+        tp_plan: JSON file with tensor-parallel rules, as for `--tp-plan`; null for the plan of the model.
         schedule: Pipeline schedule.
         activation_checkpointing: Parts of a layer that are recomputed in the backward pass.
         ac_scope: Layers to which activation checkpointing applies.
@@ -148,6 +149,7 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
     dp_shard: int | None = None
     dp_replicate: int = 1
     pp_split: str = "even"
+    tp_plan: str | None = None
     schedule: str = "1f1b"
     activation_checkpointing: Literal["none", "full", "submodule", "selective"] = "none"
     ac_scope: Literal["all", "language", "vision", "audio"] = "all"

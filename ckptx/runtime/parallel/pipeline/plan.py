@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def plan_pipeline(
     batches: MakeBatches = make_text_batches,
     output: GetOutput = get_logits,
     find_boundaries: BoundaryFinder | None = None,
+    trusted_code: Path | None = None,
 ) -> PipelinePlan:
     """Plan how a model is split into stages; every rank calls it.
 
@@ -135,12 +137,13 @@ def plan_pipeline(
         output: Returns the tensor to compare, given a model and its output.
         find_boundaries: Finds the values at the boundaries; None means `find_boundaries_on_rank_0`, which every rank
             must call.
+        trusted_code: Directory of the custom code that the model was built from; None for a class of transformers.
 
     Raises:
         UnsupportedError: The model cannot be split, or not with this schedule.
         UsageError: There is no such schedule or split, or the number of microbatches does not suit the schedule.
     """
-    architecture = find_architecture(config)
+    architecture = find_architecture(config, config_dir=trusted_code, trust_remote_code=trusted_code is not None)
     stacks = architecture.stacks(config) if architecture is not None else ()
     return plan_pipeline_of_stacks(
         model,
