@@ -1,9 +1,10 @@
 """Derive the shapes of a class: build it under configs that differ in their numbers, and solve for the expressions.
 
-Every integer that the class reads while it is built is changed separately, then several at a time. A dimension is the
-first expression over those numbers, from short to long, that gives its size under all of these configs; nothing is
-derived from the code or from a name. The other values that the class reads (booleans, strings, floats, lists) are
-changed once, too: a pattern with other shapes then gets a condition, and has no rule where the condition is false.
+Every integer that the class reads while it is built is changed separately, then several at a time. The rule of a
+dimension is the first expression over those numbers, from short to long, that gives its size under all of these
+configs; nothing is derived from the code or from a name. The other values that the class reads (booleans, strings,
+floats, lists) are changed once, too: a name pattern (tensor name with `*` for each index) whose shapes change gets a
+condition, and has no rule for configs that do not meet it.
 """
 
 from __future__ import annotations
@@ -34,240 +35,300 @@ from ckptx.architecture.introspection.meta_model import ConfigBuilder
 from ckptx.architecture.shape_rules import Condition, ShapeRules, Switch, as_hashable
 from ckptx.mapping.names import pattern_of
 
-Values = dict[str, Any]
-Shapes = Mapping[str, tuple[int, ...]]
+Values = dict[str, Any]  # arguments of a config class, with a nested dict for each sub-config
+KeyPath = tuple[str, ...]  # keys from the root config to a value; to a sub-config: its attribute path, () for the root
+ReadKeys = set[tuple[KeyPath, str]]  # path of the sub-config, and the key that the model reads there
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
-_JOINT = 10  # configs with several numbers changed
-_FACTORS = (3, 2, 5)  # factors to try for a number
-_FEW_LAYERS = (4, 8)  # numbers of layers to try for the first config
-_MAX_ABSENT_CONFIGS = 24  # configs from which a key is removed
-_MAX_PLAIN_CONSTANT = 4  # a constant up to this value is attributed to the class itself
-_SIZED = re.compile(r"size|dim|num|heads|rank|width|length")
+_NUM_JOINT_CONFIGS = 10  # configs with several numbers changed
+_FACTORS = (3, 2, 5)  # a number is multiplied by the first of these that gives a model
+_SMALL_COUNTS = (4, 8)  # maximum numbers of layers and of experts to try for the start config
+_MAX_CONFIGS_WITHOUT_KEY = 24  # configs from which a key is removed
+_MAX_CLASS_CONSTANT = 4  # a constant up to this value comes from the class, even if the config has the same number
+_SIZE_KEY = re.compile(r"size|dim|num|heads|rank|width|length")
 _UNDECLARED_VALUE = 48  # value to try for a size that the model reads and the config class does not define
-_LABELS = "num_labels"
-_LABELS_TEXT = "(num_labels ?? #id2label ?? 2)"
-# Numbers that do not determine shapes, and that config classes compare with others.
-_NO_SIZE = re.compile(r"(_token_id|_token_index|_token|token_ids?)$|drop|^_|^initializer|^use_cache$")
+_LABELS_KEY = "num_labels"
+_LABELS_VALUE = 7  # value to try for it
+_LABELS_EXPRESSION = "(num_labels ?? #id2label ?? 2)"
+# Keys whose numbers do not determine shapes, and that config classes check against other keys.
+_NOT_A_SIZE = re.compile(r"(_token_id|_token_index|_token|token_ids?)$|drop|^_|^initializer|^use_cache$")
 
 
 class Observation(NamedTuple):
     """One config and the shapes of its model.
 
     Attributes:
-        changed: The dotted keys whose values differ from the first config.
+        changed_keys: The dotted keys that were set to another value than in the start config.
         numbers: Every integer of the config by dotted key.
         shapes: Shapes of the tensors of the model by name.
     """
 
-    changed: frozenset[str]
+    changed_keys: frozenset[str]
     numbers: Mapping[str, int]
     shapes: Shapes
 
 
+class ValueTrial(NamedTuple):
+    """Another value for one key of the start config, and its effect.
+
+    Attributes:
+        path: Path of the key.
+        start_value: Its value in the start config.
+        other_value: The value tried.
+        observation: The model with `other_value`; None if no other value for the key gives a model, so that the effect
+            of the key is unknown.
+        companions: Dotted keys that were set together with the key, with their values.
+    """
+
+    path: KeyPath
+    start_value: Any
+    other_value: Any
+    observation: Observation | None
+    companions: tuple[tuple[str, Any], ...] = ()
+
+
 def derive_shapes(cls: Any, build_config: ConfigBuilder, base: Values, tied: Iterable[str]) -> ShapeRules | None:
-    """Return the rules of one class; None if its first config cannot be built.
+    """Return the rules of one class; None if no model can be built from `base`.
 
     Args:
         cls: The model class.
-        build_config: Its config class as a function of a dict.
-        base: The dict to start from.
-        tied: Names of tied tensors; a checkpoint may omit each of them.
+        build_config: Builds a config of the class from a dict.
+        base: The config, as a dict, to start from.
+        tied: Name patterns of tied tensors; a checkpoint may omit each of them.
     """
     probe = _Probe(cls, build_config)
-    found = probe.first(base)
+    found = probe.find_start_config(base)
     if found is None:
         return None
-    start, reads = found
-    first = probe.observe(start, frozenset())
-    assert first is not None
-    sized = [first, *probe.vary_numbers(start, reads)]
-    others = list(probe.vary_other_values(start, reads))
-    return _Solver(probe, base, start, sized, others, frozenset(tied)).rules()
+    start, read_keys = found
+    start_observation = probe.observe(start, frozenset())
+    assert start_observation is not None
+    number_observations = [start_observation, *probe.vary_numbers(start, read_keys)]
+    value_trials = list(probe.vary_other_values(start, read_keys))
+    return _Solver(probe, base, start, number_observations, value_trials, frozenset(tied)).rules()
 
 
 class _Probe:
-    """Builder of one class under many configs.
+    """Build the model of one class under many configs.
 
     Args:
         cls: The model class.
-        build_config: Its config class as a function of a dict.
+        build_config: Builds a config of the class from a dict.
     """
 
     def __init__(self, cls: Any, build_config: ConfigBuilder) -> None:
         self.cls, self.build_config = cls, build_config
-        # Keys that the model reads and the config class does not define.
-        self.undeclared_keys: list[tuple[str, ...]] = []
-        self.unchanged_numbers: list[int] = []  # numbers for which no other number could be tried
+        # Paths of keys that the model reads and the config class does not define.
+        self.undeclared_keys: list[KeyPath] = []
+        self.unchanged_numbers: list[int] = []  # values of the keys for which no other number gives a model
 
-    def observe(self, values: Values, changed: frozenset[str]) -> Observation | None:
-        """Return the shapes of the model of a config; None if it cannot be built."""
+    def observe(self, values: Values, changed_keys: frozenset[str]) -> Observation | None:
+        """Build a config and its model; return None if one of them cannot be built."""
         try:
             config = self.build_config(copy.deepcopy(values))
-            with _without_values():
+            with _without_weight_init():
                 model = meta_model.build_on_meta(self.cls, config)
-            shapes = {name: tuple(value.shape) for name, value in model.state_dict(keep_vars=True).items()}
+            shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
         except Exception:  # any error of the class means that no checkpoint has such a config
             return None
-        return Observation(changed, numbers_of(config), shapes)
+        return Observation(changed_keys, numbers_of(config), shapes)
 
-    def first(self, base: Values) -> tuple[Values, set[tuple[tuple[str, ...], str]]] | None:
-        """Return `base` with few layers and every number set explicitly, and the keys that are read, with paths."""
-        for few in (*_FEW_LAYERS, None):
+    def find_start_config(self, base: Values) -> tuple[Values, ReadKeys] | None:
+        """Return the start config, and the keys that the model reads; None if no model can be built.
+
+        The start config is `base` with few layers, if these have all types of layers, and with every number set
+        explicitly, if the model then has the same names.
+        """
+        for max_count in (*_SMALL_COUNTS, None):
             values = copy.deepcopy(base)
             try:
-                if few is not None:
-                    values = self._with_few_layers(values, few)
+                if max_count is not None:
+                    values = self._with_small_counts(values, max_count)
                 config = self.build_config(copy.deepcopy(values))
-                with _recorded_reads() as read:
+                with _recorded_reads() as class_reads:
                     model = meta_model.build_on_meta(self.cls, config)
-                names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
-                if few is not None and _layer_lists(config) != _layer_lists(self.build_config(copy.deepcopy(base))):
-                    continue  # a kind of layer that occurs only in a deeper model
+                patterns = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
+                if max_count is not None and _layer_types(config) != _layer_types(
+                    self.build_config(copy.deepcopy(base))
+                ):
+                    continue  # some type of layer occurs only in a deeper model
             except Exception:
                 continue
-            reads = {
-                (place, key)
-                for place, config_values in _configs(config)
+            read_keys = {
+                (config_path, key)
+                for config_path, config_values in _configs(config)
                 for key in config_values
-                if (type(_config_at(config, place)), key) in read
+                if (type(_config_at(config, config_path)), key) in class_reads
             }
-            if getattr(config, "sub_configs", None):  # a composite may pass its numbers to its parts
-                reads |= {((), key) for key, value in vars(config).items() if type(value) is int}
-            spelled = self._with_explicit_numbers(values, config, reads)
-            observation = self.observe(spelled, frozenset())
-            if observation is not None and {pattern_of(name) for name in observation.shapes} == names:
-                return self._with_undeclared_keys(spelled, config, read, reads, observation)
+            if getattr(config, "sub_configs", None):  # a composite config may pass its numbers to its sub-configs
+                read_keys |= {((), key) for key, value in vars(config).items() if type(value) is int}
+            explicit = self._with_explicit_numbers(values, config, read_keys)
+            observation = self.observe(explicit, frozenset())
+            if observation is not None and {pattern_of(name) for name in observation.shapes} == patterns:
+                return self._with_undeclared_keys(explicit, config, class_reads, read_keys, observation)
             if self.observe(values, frozenset()) is not None:
-                return values, reads
+                return values, read_keys
         return None
 
     def _with_undeclared_keys(
         self,
         values: Values,
         config: Any,
-        read: set[tuple[type, str]],
-        reads: set[tuple[tuple[str, ...], str]],
+        class_reads: set[tuple[type, str]],
+        read_keys: ReadKeys,
         observation: Observation,
-    ) -> tuple[Values, set[tuple[tuple[str, ...], str]]]:
-        """Set a number for each key that the model reads, its config class does not define, and that changes shapes."""
-        for place, config_values in _configs(config):
-            owner = _config_at(config, place)
-            for kind, key in sorted(read, key=str):
-                if kind is not type(owner) or key in config_values or hasattr(owner, key) or not _SIZED.search(key):
-                    continue
-                given = copy.deepcopy(values)
-                _write(given, (*place, key), _UNDECLARED_VALUE, config)
-                other = self.observe(given, frozenset())
-                if (
-                    other is not None
-                    and other.shapes.keys() == observation.shapes.keys()
-                    and other.shapes != observation.shapes
-                ):
-                    values, observation, reads = given, other, reads | {(place, key)}
-                    self.undeclared_keys.append((*place, key))
-        return values, reads
+    ) -> tuple[Values, ReadKeys]:
+        """Set a number for each key that the model reads, its config class does not define, and that changes shapes.
 
-    def _with_few_layers(self, values: Values, few: int) -> Values:
+        Args:
+            values: The config, as a dict, to add the numbers to.
+            config: The config built without explicit numbers.
+            class_reads: Config class and key of every attribute that was read while the model was built.
+            read_keys: The keys of `config` among `class_reads`.
+            observation: The model of `values`.
+
+        Returns:
+            `values` and `read_keys`, with the keys that change shapes.
+        """
+        for config_path, config_values in _configs(config):
+            owner = _config_at(config, config_path)
+            for config_class, key in sorted(class_reads, key=str):
+                if (
+                    config_class is not type(owner)
+                    or key in config_values
+                    or hasattr(owner, key)
+                    or not _SIZE_KEY.search(key)
+                ):
+                    continue
+                trial_values = copy.deepcopy(values)
+                _set_key(trial_values, (*config_path, key), _UNDECLARED_VALUE, config)
+                trial = self.observe(trial_values, frozenset())
+                if (
+                    trial is not None
+                    and trial.shapes.keys() == observation.shapes.keys()
+                    and trial.shapes != observation.shapes
+                ):
+                    values, observation, read_keys = trial_values, trial, read_keys | {(config_path, key)}
+                    self.undeclared_keys.append((*config_path, key))
+        return values, read_keys
+
+    def _with_small_counts(self, values: Values, max_count: int) -> Values:
+        """Set every larger number of layers or experts in `values` to `max_count`, and return `values`."""
         config = self.build_config(copy.deepcopy(values))
-        for place, config_values in _configs(config):
+        for config_path, config_values in _configs(config):
             for key in (_LAYER_COUNTS | _EXPERT_COUNTS) & config_values.keys():
-                if isinstance(config_values[key], int) and config_values[key] > few:
-                    _write(values, (*place, key), few, config)
+                if isinstance(config_values[key], int) and config_values[key] > max_count:
+                    _set_key(values, (*config_path, key), max_count, config)
         return values
 
-    def _with_explicit_numbers(
-        self, values: Values, config: Any, reads: Iterable[tuple[tuple[str, ...], str]]
-    ) -> Values:
-        spelled = copy.deepcopy(values)
-        for place, key in sorted(reads):
-            value = vars(_config_at(config, place)).get(key)
-            if type(value) is int and not _NO_SIZE.search(key):
-                _write(spelled, (*place, key), value, config)
-        return spelled
+    def _with_explicit_numbers(self, values: Values, config: Any, read_keys: ReadKeys) -> Values:
+        """Return `values` with every number of `config` that the model reads, also if it is a default."""
+        explicit = copy.deepcopy(values)
+        for config_path, key in sorted(read_keys):
+            value = vars(_config_at(config, config_path)).get(key)
+            if type(value) is int and not _NOT_A_SIZE.search(key):
+                _set_key(explicit, (*config_path, key), value, config)
+        return explicit
 
-    def vary_numbers(self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[Observation]:
-        """Yield the results of changing each number separately, then several at a time."""
+    def vary_numbers(self, start: Values, read_keys: ReadKeys) -> Iterator[Observation]:
+        """Yield observations with each number changed separately, then with several numbers changed at a time."""
         config = self.build_config(copy.deepcopy(start))
-        changes: dict[tuple[str, ...], int] = {}
-        for place, key in sorted(reads):
-            value = vars(_config_at(config, place)).get(key)
-            if type(value) is not int or _NO_SIZE.search(key) or value < 2:
+        changes: dict[KeyPath, int] = {}
+        for config_path, key in sorted(read_keys):
+            value = vars(_config_at(config, config_path)).get(key)
+            if type(value) is not int or _NOT_A_SIZE.search(key) or value < 2:
                 continue
-            options = (value + 1, value + 2, value * 2) if key in _LAYER_COUNTS else [value * each for each in _FACTORS]
-            for other in (*options, value + 1):
-                observation = self._changed(start, {(*place, key): other}, config)
+            candidates = (
+                (value + 1, value + 2, value * 2) if key in _LAYER_COUNTS else [value * each for each in _FACTORS]
+            )
+            for candidate in (*candidates, value + 1):
+                observation = self._observe_changed(start, {(*config_path, key): candidate}, config)
                 if observation is not None:
-                    changes[(*place, key)] = other
+                    changes[(*config_path, key)] = candidate
                     yield observation
                     break
             else:
                 self.unchanged_numbers.append(value)
-        labels = self._changed(start, {(_LABELS,): 7}, config)
-        if labels is not None:
-            changes[_LABELS,] = 7
-            yield labels
-        chooser = random.Random(7)  # a fixed seed: the table depends only on the classes
-        done, paths = 0, sorted(changes)
-        for _ in range(4 * _JOINT):
-            if done == _JOINT or len(paths) < 2:
+        observation = self._observe_changed(start, {(_LABELS_KEY,): _LABELS_VALUE}, config)
+        if observation is not None:
+            changes[_LABELS_KEY,] = _LABELS_VALUE
+            yield observation
+        rng = random.Random(7)  # a fixed seed: the table depends only on the classes
+        num_observed, paths = 0, sorted(changes)
+        for _ in range(4 * _NUM_JOINT_CONFIGS):
+            if num_observed == _NUM_JOINT_CONFIGS or len(paths) < 2:
                 break
-            share = chooser.choice((0.3, 0.5, 0.8))
-            chosen = {path: changes[path] for path in paths if chooser.random() < share}
-            observation = self._changed(start, chosen, config)
+            fraction = rng.choice((0.3, 0.5, 0.8))
+            joint_changes = {path: changes[path] for path in paths if rng.random() < fraction}
+            observation = self._observe_changed(start, joint_changes, config)
             if observation is not None:
-                done += 1
+                num_observed += 1
                 yield observation
 
-    def vary_other_values(
-        self, start: Values, reads: Iterable[tuple[tuple[str, ...], str]]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield (path of the key, first value, other value, result, keys set with it) for values that are not numbers.
-
-        The result is None if no other value gives a model: what depends on the key remains unknown.
-        """
+    def vary_other_values(self, start: Values, read_keys: ReadKeys) -> Iterator[ValueTrial]:
+        """Yield trials of values other than sizes: booleans, strings, floats, lists, and integers used as switches."""
         config = self.build_config(copy.deepcopy(start))
-        together = set()  # keys that have an effect only together with others
-        for place, own in _configs(config):
+        switch_paths = set()  # paths of keys that have an effect together with others
+        for config_path, own_values in _configs(config):
             for switch in SWITCHES:
                 key = next(iter(switch))
-                if key not in own or isinstance(own[key], list):
+                if key not in own_values or isinstance(own_values[key], list):
                     continue
-                observation = self._changed(start, {(*place, each): value for each, value in switch.items()}, config)
+                changes = {(*config_path, each): value for each, value in switch.items()}
+                observation = self._observe_changed(start, changes, config)
                 if observation is not None:
-                    together.add((*place, key))
-                    others = {
-                        ".".join((*place, each)): as_hashable(value) for each, value in switch.items() if each != key
+                    switch_paths.add((*config_path, key))
+                    companions = {
+                        ".".join((*config_path, each)): as_hashable(value)
+                        for each, value in switch.items()
+                        if each != key
                     }
-                    yield (*place, key), own[key], switch[key], observation, tuple(sorted(others.items()))
-        for place, key in sorted(reads):
-            first_value = vars(_config_at(config, place)).get(key)
-            if _NO_SIZE.search(key) or isinstance(first_value, PreTrainedConfig):
+                    yield ValueTrial(
+                        (*config_path, key),
+                        own_values[key],
+                        switch[key],
+                        observation,
+                        tuple(sorted(companions.items())),
+                    )
+        for config_path, key in sorted(read_keys):
+            owner, path = _config_at(config, config_path), (*config_path, key)
+            start_value = vars(owner).get(key)
+            if _NOT_A_SIZE.search(key) or isinstance(start_value, PreTrainedConfig):
                 continue
-            others = list(_trial_values(_config_at(config, place), key, first_value))
-            tried = [(other, self._changed(start, {(*place, key): other}, config)) for other in others]
-            if tried and all(observation is None for _, observation in tried) and (*place, key) not in together:
-                yield (*place, key), first_value, others[0], None, ()
-            for other, observation in tried:
+            observations = [
+                (other_value, self._observe_changed(start, {path: other_value}, config))
+                for other_value in _trial_values(owner, key, start_value)
+            ]
+            if observations and path not in switch_paths and all(each is None for _, each in observations):
+                yield ValueTrial(path, start_value, observations[0][0], None)
+            for other_value, observation in observations:
                 if observation is not None:
-                    yield (*place, key), first_value, other, observation, ()
+                    yield ValueTrial(path, start_value, other_value, observation)
 
-    def _changed(self, start: Values, changes: Mapping[tuple[str, ...], Any], config: Any) -> Observation | None:
+    def _observe_changed(self, start: Values, changes: Mapping[KeyPath, Any], config: Any) -> Observation | None:
+        """Observe the start config with other values for some keys; `config` is the one built from `start`."""
         values = copy.deepcopy(start)
         for path, value in changes.items():
-            _write(values, path, value, config)
+            _set_key(values, path, value, config)
         return self.observe(values, frozenset(".".join(path) for path in changes))
 
     def configs_without_key(
-        self, start: Values, path: tuple[str, ...], others: Sequence[Mapping[tuple[str, ...], int]]
-    ) -> Iterator[Any]:
-        """Yield the config without a key for each of `others`: the dict, and the config built from it."""
+        self, start: Values, path: KeyPath, changes_of_configs: Sequence[Mapping[KeyPath, int]]
+    ) -> Iterator[tuple[Values, Any]]:
+        """Yield the start config without a key and with some changes, as a dict and as a config; once for each changes.
+
+        Args:
+            start: The start config.
+            path: Path of the key to remove.
+            changes_of_configs: For each config, other numbers by path; a number for `path` is ignored.
+        """
         config = self.build_config(copy.deepcopy(start))
-        for changes in others:
+        for changes in changes_of_configs:
             values = copy.deepcopy(start)
             with contextlib.suppress(Exception):  # any error means that no checkpoint has such a config
-                for each, value in changes.items():
-                    if each != path:
-                        _write(values, each, value, config)
+                for changed_path, value in changes.items():
+                    if changed_path != path:
+                        _set_key(values, changed_path, value, config)
                 node: Any = values
                 for key in path[:-1]:
                     node = node.get(key, {})
@@ -276,33 +337,33 @@ class _Probe:
 
 
 @contextlib.contextmanager
-def _without_values() -> Iterator[None]:
+def _without_weight_init() -> Iterator[None]:
     """Build modules without initializing their weights, which takes most of the time."""
-    kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd)
-    before = [kind.reset_parameters for kind in kinds]
-    for kind in kinds:
-        kind.reset_parameters = lambda self: None
+    module_classes = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd)
+    originals = [each.reset_parameters for each in module_classes]
+    for module_class in module_classes:
+        module_class.reset_parameters = lambda self: None
     try:
         yield
     finally:
-        for kind, original in zip(kinds, before, strict=True):
-            kind.reset_parameters = original
+        for module_class, original in zip(module_classes, originals, strict=True):
+            module_class.reset_parameters = original
 
 
 def numbers_of(config: Any) -> dict[str, int]:
-    """Return every integer in a config and those below it, by dotted key."""
+    """Return every integer of a config and of its sub-configs, by dotted key, and the number of labels."""
     numbers = {}
-    for place, config_values in _configs(config):
+    for config_path, config_values in _configs(config):
         for key, value in config_values.items():
             if type(value) is int:
-                numbers[".".join((*place, key))] = value
+                numbers[".".join((*config_path, key))] = value
     with contextlib.suppress(Exception):
-        numbers[_LABELS] = int(config.num_labels)
+        numbers[_LABELS_KEY] = int(config.num_labels)
     return numbers
 
 
 def _trial_values(config: Any, key: str, value: Any) -> Iterator[Any]:
-    """Yield the other values to try for a value that is not a number, or for a number that acts as a switch."""
+    """Yield the other values to try for a value that is not a size, or for a number that may act as a switch."""
     if isinstance(value, bool) or value is None or isinstance(value, str) or value == []:
         yield from _other_values(config, key, value)
     elif isinstance(value, float):
@@ -317,24 +378,35 @@ def _trial_values(config: Any, key: str, value: Any) -> Iterator[Any]:
         yield None
 
 
-def _config_at(config: Any, place: Sequence[str]) -> Any:
-    for key in place:
+def _config_at(config: Any, config_path: Sequence[str]) -> Any:
+    """Return the sub-config at an attribute path; the config itself for an empty path."""
+    for key in config_path:
         config = getattr(config, key)
     return config
 
 
-def _write(values: Values, path: Sequence[str], value: Any, config: Any) -> None:
-    """Set one key; the configs above it get all values that differ from the defaults of their classes."""
+def _set_key(values: Values, path: Sequence[str], value: Any, config: Any) -> None:
+    """Set one key in the dict of a config.
+
+    A sub-config on the path that `values` lacks gets the values that differ from the defaults of its class, so that
+    setting the key changes nothing else; without token ids, lists of layer types and similar keys.
+
+    Args:
+        values: Dict of the root config; changed in place.
+        path: Path of the key.
+        value: The new value.
+        config: The root config before the change.
+    """
     node = values
     for key in path[:-1]:
         config = getattr(config, key)
         if not isinstance(node.get(key), dict):
-            spelled = {
+            diff = {
                 name: each
                 for name, each in config.to_diff_dict().items()
-                if not _NO_SIZE.search(name) and not _is_list_of_layer_types(name, each)
+                if not _NOT_A_SIZE.search(name) and not _is_list_of_layer_types(name, each)
             }
-            node[key] = copy.deepcopy(spelled)
+            node[key] = copy.deepcopy(diff)
         node = node[key]
     node[path[-1]] = value
 
@@ -349,15 +421,15 @@ def _is_list_of_layer_types(key: str, value: Any) -> bool:
 
 
 class _Solver:
-    """Derivation of the rules of a class from the shapes of its models.
+    """Derive the rules of a class from the shapes of its models.
 
     Args:
-        probe: Builder of the class.
-        base: The dict to start from.
-        start: `base` with few layers and every number set explicitly.
-        sized: Observations with other numbers; the first is that of `start`.
-        others: Results of `_Probe.vary_other_values`.
-        tied: Names of tied tensors.
+        probe: Builds the class under further configs.
+        base: The config, as a dict, to start from.
+        start: The start config, see `_Probe.find_start_config`.
+        number_observations: Observations with other numbers; the first is that of `start`.
+        value_trials: Results of `_Probe.vary_other_values`.
+        tied: Name patterns of tied tensors.
     """
 
     def __init__(
@@ -365,137 +437,172 @@ class _Solver:
         probe: _Probe,
         base: Values,
         start: Values,
-        sized: Sequence[Observation],
-        others: Sequence[tuple[Any, ...]],
+        number_observations: Sequence[Observation],
+        value_trials: Sequence[ValueTrial],
         tied: frozenset[str],
     ) -> None:
-        self.probe, self.base, self.start, self.sized, self.others, self.tied = probe, base, start, sized, others, tied
-        self.first = sized[0]
-        self.by_pattern = [_by_pattern(observation.shapes) for observation in sized]
-        own = self.first.numbers
+        self.probe, self.base, self.start, self.tied = probe, base, start, tied
+        self.number_observations, self.value_trials = number_observations, value_trials
+        self.start_observation = number_observations[0]
+        self.shapes_by_pattern = [_group_by_pattern(observation.shapes) for observation in number_observations]
+        start_numbers = self.start_observation.numbers
         # a number that a config class always computes is not read from the file
-        fixed = {
-            key for observation in sized for key in observation.changed if observation.numbers.get(key) == own.get(key)
-        }
-        given = set().union(*(observation.changed for observation in sized))
-        self.keys = sorted((given - fixed) & own.keys())
-        for observation in sized:
-            self.keys = [key for key in self.keys if key in observation.numbers]
-        moved = {
+        computed_keys = {
             key
-            for observation in sized
-            for key in self.keys
-            if key not in observation.changed and observation.numbers[key] != own[key]
+            for observation in number_observations
+            for key in observation.changed_keys
+            if observation.numbers.get(key) == start_numbers.get(key)
         }
-        self.keys = [key for key in self.keys if key not in moved]
-        self.search = Search({key: [observation.numbers[key] for observation in sized] for key in self.keys})
-        self._texts: dict[tuple[int, ...], str | None] = {}
-        self.dims: dict[str, tuple[tuple[str, ...], ...]] = {}
+        changed_keys = set().union(*(observation.changed_keys for observation in number_observations))
+        # Dotted keys that an expression may have.
+        self.keys = sorted((changed_keys - computed_keys) & start_numbers.keys())
+        for observation in number_observations:
+            self.keys = [key for key in self.keys if key in observation.numbers]
+        derived_keys = {  # their numbers follow from other keys that were set
+            key
+            for observation in number_observations
+            for key in self.keys
+            if key not in observation.changed_keys and observation.numbers[key] != start_numbers[key]
+        }
+        self.keys = [key for key in self.keys if key not in derived_keys]
+        self.search = Search(
+            {key: [observation.numbers[key] for observation in number_observations] for key in self.keys}
+        )
+        self._expressions: dict[tuple[int, ...], str | None] = {}  # sizes under all configs -> expression
+        # Pattern -> the shapes of its tensors, with an expression per dimension; "" if unknown.
+        self.shape_expressions: dict[str, tuple[tuple[str, ...], ...]] = {}
 
     def rules(self) -> ShapeRules:
-        patterns = sorted(set.intersection(*(set(each) for each in self.by_pattern)))
-        dims = self.dims
+        """Return the rules of the class."""
+        patterns = sorted(set.intersection(*(set(each) for each in self.shapes_by_pattern)))
         for pattern in patterns:
-            found = self._shapes_of(pattern)
+            found = self._shape_expressions_of(pattern)
             if found:
-                dims[pattern] = found
-        counts = self._counts(patterns)
+                self.shape_expressions[pattern] = found
+        counts = self._count_expressions(patterns)
         required = frozenset(each for each in patterns if self._has_all_indices(each, counts))
         required -= self._may_be_missing(required)
-        conditions = self._conditions(dims, counts, required)
-        texts = {text for shapes in dims.values() for shape in shapes for text in shape} | set(counts.values())
-        used = [key for key in self.keys if any(_reads_key(text, key) for text in texts)]
-        resolved, defaults, aliases = self._resolution(used)
-        every = self._all_patterns()
+        conditions = self._conditions(self.shape_expressions, required)
+        expressions = {
+            expression for shapes in self.shape_expressions.values() for shape in shapes for expression in shape
+        } | set(counts.values())
+        used_keys = [key for key in self.keys if any(_reads_key(expression, key) for expression in expressions)]
+        replacements, defaults, aliases = self._absent_keys_and_aliases(used_keys)
+        all_patterns = self._all_patterns()
         return ShapeRules(
             shapes={
-                name: tuple(tuple(_resolved(text, resolved) for text in shape) for shape in shapes)
-                for name, shapes in dims.items()
+                name: tuple(tuple(_substitute(expression, replacements) for expression in shape) for shape in shapes)
+                for name, shapes in self.shape_expressions.items()
             },
-            counts={path: _resolved(text, resolved) for path, text in counts.items()},
+            counts={path: _substitute(expression, replacements) for path, expression in counts.items()},
             required=required,
             conditions=conditions,
-            models=self._models(),
+            models=self._sub_model_types(),
             defaults=defaults,
             aliases=aliases,
-            switches=self._switches(every),
-            other_patterns=frozenset(every) - set(dims) - required,
+            switches=self._switches(all_patterns),
+            other_patterns=frozenset(all_patterns) - set(self.shape_expressions) - required,
         )
 
     # -- expressions
 
     def _expression(self, sizes: Sequence[int]) -> str | None:
-        key = tuple(sizes)
-        if key not in self._texts:
-            text = self.search.find(key)
-            self._texts[key] = text if text is not None and not self._may_be_config_number(text) else None
-        return self._texts[key]
+        """Return an expression for a size.
 
-    def _may_be_config_number(self, text: str) -> bool:
-        """Return True if a constant may be a number of the config that was not changed."""
-        constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", text)]
-        if text.isdecimal() and self.probe.unchanged_numbers and int(text) > _MAX_PLAIN_CONSTANT:
+        Args:
+            sizes: The size under each config of `number_observations`.
+
+        Returns:
+            None if no short expression gives the sizes, or if a constant in it may be a number of the config.
+        """
+        key = tuple(sizes)
+        if key not in self._expressions:
+            expression = self.search.find(key)
+            is_usable = expression is not None and not self._may_be_config_number(expression)
+            self._expressions[key] = expression if is_usable else None
+        return self._expressions[key]
+
+    def _may_be_config_number(self, expression: str) -> bool:
+        """Return True if a constant of the expression may be a number of the config that was not changed."""
+        constants = [int(each) for each in re.findall(r"(?<![\w.])[0-9]+(?![\w.])", expression)]
+        if expression.isdecimal() and self.probe.unchanged_numbers and int(expression) > _MAX_CLASS_CONSTANT:
             return True
-        first_numbers = set(self.first.numbers.values())
+        start_numbers = set(self.start_observation.numbers.values())
         return any(
             (each > 1 and each in self.probe.unchanged_numbers)
-            or (each > _MAX_PLAIN_CONSTANT and each in first_numbers)
+            or (each > _MAX_CLASS_CONSTANT and each in start_numbers)
             for each in constants
         )
 
-    def _shapes_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
-        """Return the shapes that tensors of a pattern may have, in the order of the first tensor with each shape."""
-        shapes_by_config = [list(dict.fromkeys(each[pattern].values())) for each in self.by_pattern]
-        number = len(shapes_by_config[0])
-        if number > 3 or any(len(shapes) != number for shapes in shapes_by_config):
+    def _shape_expressions_of(self, pattern: str) -> tuple[tuple[str, ...], ...]:
+        """Return the shapes that tensors of a pattern may have, in the order of the first tensor with each shape.
+
+        Returns:
+            An expression per dimension, "" if unknown; no shape at all if the tensors of the pattern have more than
+            three shapes, another number of shapes or dimensions under another config, or several shapes of which one
+            has an unknown size.
+        """
+        shapes_by_config = [list(dict.fromkeys(each[pattern].values())) for each in self.shapes_by_pattern]
+        num_shapes = len(shapes_by_config[0])
+        if num_shapes > 3 or any(len(shapes) != num_shapes for shapes in shapes_by_config):
             return ()
         found = []
-        for at in range(number):
-            shapes = [each[at] for each in shapes_by_config]
+        for index in range(num_shapes):
+            shapes = [each[index] for each in shapes_by_config]
             if len({len(shape) for shape in shapes}) != 1:
                 return ()
-            texts = [self._expression([shape[dim] for shape in shapes]) for dim in range(len(shapes[0]))]
-            if number > 1 and None in texts:
+            expressions = [self._expression([shape[dim] for shape in shapes]) for dim in range(len(shapes[0]))]
+            if num_shapes > 1 and None in expressions:
                 return ()
-            found.append(tuple(text or "" for text in texts))
-        return tuple(found) if any(text for shape in found for text in shape) or not found[0] else ()
+            found.append(tuple(expression or "" for expression in expressions))
+        has_expression = any(expression for shape in found for expression in shape)
+        return tuple(found) if has_expression or not found[0] else ()
 
     # -- names
 
-    def _counts(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Return the number of indices that each star stands for, by the path in front of it."""
+    def _count_expressions(self, patterns: Iterable[str]) -> dict[str, str]:
+        """Return an expression for the number of indices of each star, by the path before it, where one is found."""
         paths = {
             ".".join(parts[:at]) for parts in (each.split(".") for each in patterns)
             for at, part in enumerate(parts) if part == "*"
         }  # fmt: skip
         found = {}
         for path in sorted(paths):
-            numbers = [_number_below(path, observation.shapes) for observation in self.sized]
-            text = self._expression([number or 0 for number in numbers]) if all(numbers) else None
-            if text:
-                found[path] = text
+            counts = [_count_indices(path, observation.shapes) for observation in self.number_observations]
+            expression = self._expression([count or 0 for count in counts]) if all(counts) else None
+            if expression:
+                found[path] = expression
         return found
 
     def _has_all_indices(self, pattern: str, counts: Mapping[str, str]) -> bool:
+        """Return True if a pattern has, under every config, a tensor for each index of each star.
+
+        Args:
+            pattern: The pattern.
+            counts: Result of `_count_expressions`; False is returned if it lacks a star of the pattern.
+        """
         parts = pattern.split(".")
         paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
         if any(path not in counts for path in paths):
             return False
-        for observation, grouped in zip(self.sized, self.by_pattern, strict=True):
-            whole = 1
+        for observation, grouped in zip(self.number_observations, self.shapes_by_pattern, strict=True):
+            expected_count = 1
             for path in paths:
-                whole *= _number_below(path, observation.shapes) or 0
-            if len(grouped[pattern]) != whole:
+                expected_count *= _count_indices(path, observation.shapes) or 0
+            if len(grouped[pattern]) != expected_count:
                 return False
         return True
 
     def _may_be_missing(self, patterns: Iterable[str]) -> set[str]:
-        """Return the patterns that a checkpoint may omit: buffers, tied names, keys that transformers may miss."""
+        """Return the patterns that a checkpoint may omit.
+
+        These are buffers, tied names, and keys that transformers lets be missing (`_keys_to_ignore_on_load_missing`).
+        """
         model = meta_model.build_on_meta(self.probe.cls, self.probe.build_config(copy.deepcopy(self.start)))
         buffers = {pattern_of(name) for name, _ in model.named_buffers()}
         regexes = [each for each in model._keys_to_ignore_on_load_missing or () if isinstance(each, str)]
         names: dict[str, str] = {}
-        for name in self.first.shapes:
+        for name in self.start_observation.shapes:
             names.setdefault(pattern_of(name), name)
         return {
             each
@@ -504,168 +611,205 @@ class _Solver:
         }
 
     def _conditions(
-        self, dims: Mapping[str, Any], counts: Mapping[str, str], required: frozenset[str]
+        self, patterns_with_shapes: Iterable[str], required: frozenset[str]
     ) -> dict[Condition, frozenset[str]]:
-        """Return the conditions under which the rules are valid, each with its patterns; see `vary_other_values`."""
+        """Return the conditions under which the rules are valid, each with the patterns that depend on it."""
         found: dict[Condition, set[str]] = {}
-        patterns = set(dims) | required
-        for path, first_value, other, observation, _ in self.others:
-            grouped = _by_pattern(observation.shapes) if observation is not None else {}
-            differs = {
+        patterns = set(patterns_with_shapes) | required
+        start_shapes = self.shapes_by_pattern[0]
+        for trial in self.value_trials:
+            grouped = _group_by_pattern(trial.observation.shapes) if trial.observation is not None else {}
+            differing_patterns = {
                 each
                 for each in patterns
                 if each not in grouped
-                or list(dict.fromkeys(grouped[each].values())) != list(dict.fromkeys(self.by_pattern[0][each].values()))
-                or (each in required and grouped[each].keys() != self.by_pattern[0][each].keys())
+                or list(dict.fromkeys(grouped[each].values())) != list(dict.fromkeys(start_shapes[each].values()))
+                or (each in required and grouped[each].keys() != start_shapes[each].keys())
             }
-            if differs:
-                found.setdefault(_condition(".".join(path), first_value, other), set()).update(differs)
-        for path, words in _layer_lists(self.probe.build_config(copy.deepcopy(self.start))).items():
-            numbered = {each for each in patterns if "*" in each}
-            if numbered:
-                found.setdefault(Condition(path, "among", tuple(words)), set()).update(numbered)
+            if differing_patterns:
+                condition = _condition(".".join(trial.path), trial.start_value, trial.other_value)
+                found.setdefault(condition, set()).update(differing_patterns)
+        for key, layer_types in _layer_types(self.probe.build_config(copy.deepcopy(self.start))).items():
+            patterns_with_index = {each for each in patterns if "*" in each}
+            if patterns_with_index:
+                found.setdefault(Condition(key, "among", tuple(layer_types)), set()).update(patterns_with_index)
         return {condition: frozenset(names) for condition, names in sorted(found.items(), key=str)}
 
     def _all_patterns(self) -> set[str]:
-        """Return the patterns of the first config, and of the same config with all layers."""
-        whole = self.probe.observe(self.base, frozenset())
-        shapes = {**self.first.shapes, **(whole.shapes if whole is not None else {})}
+        """Return the patterns of the start config, and of the base config, which has all layers."""
+        full = self.probe.observe(self.base, frozenset())
+        shapes = {**self.start_observation.shapes, **(full.shapes if full is not None else {})}
         return set(map(pattern_of, shapes))
 
-    def _switches(self, every: Collection[str]) -> dict[Switch, frozenset[str]]:
-        """Find the patterns that one value of one key adds or removes."""
+    def _switches(self, all_patterns: Collection[str]) -> dict[Switch, frozenset[str]]:
+        """Return the switches of the class, each with the patterns that it adds or removes.
+
+        Args:
+            all_patterns: Result of `_all_patterns`; a switch that adds one of them "may add" its patterns.
+        """
         found: dict[Switch, set[str]] = {}
-        first = set(map(pattern_of, self.first.shapes))
-        for path, first_value, other, observation, companions in self.others:
-            patterns = set(map(pattern_of, observation.shapes)) if observation is not None else first
-            key, value = ".".join(path), as_hashable(first_value)
-            if patterns - first:
+        start_patterns = set(map(pattern_of, self.start_observation.shapes))
+        for path, start_value, other_value, observation, companions in self.value_trials:
+            patterns = set(map(pattern_of, observation.shapes)) if observation is not None else start_patterns
+            added, removed = patterns - start_patterns, start_patterns - patterns
+            key, value = ".".join(path), as_hashable(start_value)
+            if added:
                 effect = "adds" if self._is_default(path, value) else "adds where given"
-                found.setdefault(Switch(key, effect, value, companions), set()).update(patterns - first)
+                found.setdefault(Switch(key, effect, value, companions), set()).update(added)
             # Whether a number removes a layer of some kind depends on how many layers there are.
-            if not companions and first - patterns and (other is None or isinstance(other, bool | str)):
-                found.setdefault(Switch(key, "removes", as_hashable(other)), set()).update(first - patterns)
-        for switch in [each for each in found if each.companions]:  # without them, the key adds what another row says
+            if not companions and removed and (other_value is None or isinstance(other_value, bool | str)):
+                found.setdefault(Switch(key, "removes", as_hashable(other_value)), set()).update(removed)
+        for switch in [each for each in found if each.companions]:
+            # patterns that the key adds without companions belong to the switch without companions
             found[switch] -= found.get(switch._replace(companions=()), set())
             if not found[switch]:
                 del found[switch]
         for switch in [each for each in found if each.effect != "removes"]:
-            if type(switch.value) is int or found[switch] & every:
+            if type(switch.value) is int or found[switch] & all_patterns:
                 found[switch._replace(effect="may add")] = found.pop(switch)
         return {switch: frozenset(names) for switch, names in sorted(found.items(), key=str)}
 
-    def _is_default(self, path: Sequence[str], value: Any) -> bool:
-        """Return True if a config without the key has this value: a part has the defaults of its own class."""
+    def _is_default(self, path: KeyPath, value: Any) -> bool:
+        """Return True if the config class that has the key, of a sub-config or of the root, has this default for it."""
         try:
             owner = _config_at(self.probe.build_config(copy.deepcopy(self.start)), path[:-1])
             return bool(as_hashable(vars(type(owner)()).get(path[-1])) == value)
         except Exception:  # a class that cannot be built without arguments has no defaults
             return False
 
-    def _models(self) -> dict[str, str]:
-        """Return the model types of the exchangeable parts with which the class was measured."""
+    def _sub_model_types(self) -> dict[str, str]:
+        """Return the model type of each sub-config that the config class declares as `AutoConfig`, by its key."""
         config = self.probe.build_config(copy.deepcopy(self.start))
         found = {}
-        for key, kind in sorted(getattr(config, "sub_configs", {}).items()):
-            nested = getattr(config, key, None)
-            if kind.__name__ == "AutoConfig" and nested is not None:
-                found[key] = str(nested.model_type)
+        for key, config_class in sorted(getattr(config, "sub_configs", {}).items()):
+            sub_config = getattr(config, key, None)
+            if config_class.__name__ == "AutoConfig" and sub_config is not None:
+                found[key] = str(sub_config.model_type)
         return found
 
     # -- keys
 
-    def _resolution(self, used: Sequence[str]) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
-        """Return the values of absent keys, as expressions over others or as numbers, and the other names of keys."""
+    def _absent_keys_and_aliases(
+        self, used_keys: Sequence[str]
+    ) -> tuple[dict[str, str], dict[str, int], dict[str, str]]:
+        """Find out which values absent keys have, and under which other names a config may have a key.
+
+        Args:
+            used_keys: Dotted keys that expressions read.
+
+        Returns:
+            Key -> expression that replaces it, for keys whose value, if absent, depends on other keys; key of a
+            sub-config -> number, for keys with a fixed default; key -> alias.
+        """
         config = self.probe.build_config(copy.deepcopy(self.start))
-        resolved: dict[str, str] = {}
+        replacements: dict[str, str] = {}
         defaults: dict[str, int] = {}
         aliases: dict[str, str] = {}
-        changes = [
+        changes_of_configs = [
             {
                 tuple(key.split(".")): observation.numbers[key]
-                for key in observation.changed
+                for key in observation.changed_keys
                 if key in observation.numbers
             }
-            for observation in self.sized
+            for observation in self.number_observations
         ]
-        for key in used:
-            if key == _LABELS:
-                resolved[key] = _LABELS_TEXT
+        for key in used_keys:
+            if key == _LABELS_KEY:
+                replacements[key] = _LABELS_EXPRESSION
                 continue
             path = tuple(key.split("."))
             owner = _config_at(config, path[:-1])
-            spelled = [name for name, mapped in getattr(owner, "attribute_map", {}).items() if mapped == path[-1]]
-            if spelled:
-                aliases[key] = spelled[0]
-            absent_values = list(self._without(path, changes))
-            values = [value for _, value in absent_values]
-            if not absent_values or None in values:
+            alias_names = [name for name, mapped in getattr(owner, "attribute_map", {}).items() if mapped == path[-1]]
+            if alias_names:
+                aliases[key] = alias_names[0]
+            configs_without_key = list(self._values_if_absent(path, changes_of_configs))
+            values = [value for _, value in configs_without_key]
+            if not configs_without_key or None in values:
                 continue
             if len(set(values)) == 1:
                 if len(path) > 1:
                     defaults[key] = values[0]
             else:
-                keys = [
-                    each for each in self.keys if each != key and all(each in numbers for numbers, _ in absent_values)
+                other_keys = [
+                    each
+                    for each in self.keys
+                    if each != key and all(each in numbers for numbers, _ in configs_without_key)
                 ]
-                text = Search({each: [numbers[each] for numbers, _ in absent_values] for each in keys}).find(
-                    tuple(values)
-                )
-                if text:
-                    resolved[key] = f"({key} ?? {text})"
-        # an expression for an absent key reads keys that may be absent, too
-        for key in [key for key in self.keys if key not in used]:
-            if any(_reads_key(text, key) for text in resolved.values()):
-                for _, value in self._without(tuple(key.split(".")), [{}]):
+                search = Search({each: [numbers[each] for numbers, _ in configs_without_key] for each in other_keys})
+                expression = search.find(tuple(values))
+                if expression:
+                    replacements[key] = f"({key} ?? {expression})"
+        # An expression for an absent key may read keys that no other expression reads, and that may be absent, too.
+        for key in [key for key in self.keys if key not in used_keys]:
+            if any(_reads_key(expression, key) for expression in replacements.values()):
+                for _, value in self._values_if_absent(tuple(key.split(".")), [{}]):
                     if value is not None and "." in key:
                         defaults.setdefault(key, value)
-        return resolved, defaults, aliases
+        return replacements, defaults, aliases
 
-    def _without(
-        self, path: tuple[str, ...], changes: Sequence[Mapping[tuple[str, ...], int]]
+    def _values_if_absent(
+        self, path: KeyPath, changes_of_configs: Sequence[Mapping[KeyPath, int]]
     ) -> Iterator[tuple[Mapping[str, int], int | None]]:
-        """Yield (numbers of the config, its value of the key) for configs without the key."""
-        companions = [each for each in changes if len(each) != 1 or next(iter(each))[:-1] == path[:-1]][
-            :_MAX_ABSENT_CONFIGS
-        ]
-        for values, config in self.probe.configs_without_key(self.start, path, companions):
+        """Yield the numbers of configs from which a key was removed, each with the value that the key then has.
+
+        Args:
+            path: Path of the key.
+            changes_of_configs: Other numbers of each config by path. A config that differs from the start config in
+                one key only is left out if this key is in another sub-config than `path`.
+        """
+        changes_of_same_config = [
+            each for each in changes_of_configs if len(each) != 1 or next(iter(each))[:-1] == path[:-1]
+        ][:_MAX_CONFIGS_WITHOUT_KEY]
+        for values, config in self.probe.configs_without_key(self.start, path, changes_of_same_config):
             if path in self.probe.undeclared_keys:
                 yield numbers_of(config), self._equivalent_value(path, values)
             else:
                 value = vars(_config_at(config, path[:-1])).get(path[-1])
                 yield numbers_of(config), value if type(value) is int else None
 
-    def _equivalent_value(self, path: tuple[str, ...], values: Values) -> int | None:
-        """Return the value of an undeclared key that gives the same shapes as the model without it."""
+    def _equivalent_value(self, path: KeyPath, values: Values) -> int | None:
+        """Return the value of an undeclared key that gives the same shapes as the model without it.
+
+        Args:
+            path: Path of the key.
+            values: The config, as a dict without the key.
+
+        Returns:
+            None if the model cannot be built, or no expression that reads the key gives a value. Expressions are taken
+            as linear in the key.
+        """
         observation = self.probe.observe(values, frozenset())
         key = ".".join(path)
         if observation is None:
             return None
-        for pattern, shapes in self.dims.items():
-            for dim, text in enumerate(shapes[0]) if len(shapes) == 1 else ():
-                grouped = _by_pattern(observation.shapes).get(pattern) if _reads_key(text, key) else None
-                if grouped is None:
+        for pattern, shapes in self.shape_expressions.items():
+            for dim, expression in enumerate(shapes[0]) if len(shapes) == 1 else ():
+                tensors = _group_by_pattern(observation.shapes).get(pattern) if _reads_key(expression, key) else None
+                if tensors is None:
                     continue
-                size = next(iter(grouped.values()))[dim]
-                tried = [try_evaluate(text, Scope(_nested({**observation.numbers, key: at}))) for at in (1, 2)]
-                rise = (tried[1] or 0) - (tried[0] or 0)
-                if rise and (size - (tried[0] or 0)) % rise == 0:
-                    return 1 + (size - (tried[0] or 0)) // rise
+                size = next(iter(tensors.values()))[dim]
+                size_at_1, size_at_2 = (
+                    try_evaluate(expression, Scope(_nested_dict({**observation.numbers, key: value}))) or 0
+                    for value in (1, 2)
+                )
+                slope = size_at_2 - size_at_1
+                if slope and (size - size_at_1) % slope == 0:
+                    return 1 + (size - size_at_1) // slope
         return None
 
 
-def _layer_lists(config: Any) -> dict[str, list[str]]:
-    """Return the lists with a string per layer, by dotted key; other strings mean other layers."""
+def _layer_types(config: Any) -> dict[str, list[str]]:
+    """Return the distinct strings of every list with a string per layer, by dotted key."""
     return {
-        ".".join((*place, key)): sorted(set(value))
-        for place, config_values in _configs(config)
+        ".".join((*config_path, key)): sorted(set(value))
+        for config_path, config_values in _configs(config)
         for key, value in sorted(config_values.items())
         if _is_list_of_layer_types(key, value) and value and isinstance(value[0], str)
     }
 
 
-def _nested(numbers: Mapping[str, int]) -> Values:
-    """Return dotted keys as a nested dict."""
+def _nested_dict(numbers: Mapping[str, int]) -> Values:
+    """Return numbers by dotted key as a nested dict."""
     config: Values = {}
     for key, value in numbers.items():
         node = config
@@ -676,38 +820,44 @@ def _nested(numbers: Mapping[str, int]) -> Values:
     return config
 
 
-def _condition(key: str, first_value: Any, other: Any) -> Condition:
-    """Return the condition that separates the measured config from the one with the other value."""
-    if other is None or (other == 0 and type(other) is int and first_value != 1):
+def _condition(key: str, start_value: Any, other_value: Any) -> Condition:
+    """Return a condition that the start config meets and the config with the other value does not."""
+    if other_value is None or (other_value == 0 and type(other_value) is int and start_value != 1):
         return Condition(key, "set", ())
-    value = list(first_value) if isinstance(first_value, tuple) else first_value
+    value = list(start_value) if isinstance(start_value, tuple) else start_value
     return Condition(key, "is", (value,) if not isinstance(value, list) else (tuple(value),))
 
 
-def _by_pattern(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+def _group_by_pattern(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return pattern -> tensor name -> shape."""
     grouped: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         grouped.setdefault(pattern_of(name), {})[name] = shape
     return grouped
 
 
-def _number_below(path: str, names: Iterable[str]) -> int | None:
-    """Return the number of indices after `path`; None if it differs between tensors of the path or has gaps."""
+def _count_indices(path: str, names: Iterable[str]) -> int | None:
+    """Return the number of indices after a path with stars.
+
+    Returns:
+        None if there are none, the indices have gaps, or they differ between the modules that the path matches.
+    """
     depth = path.count(".") + 1
-    found: dict[str, set[int]] = {}
+    indices: dict[str, set[int]] = {}  # by path with the indices of its stars
     for name in names:
         parts = name.split(".")
         if len(parts) > depth and parts[depth].isdecimal() and pattern_of(".".join(parts[:depth])) == path:
-            found.setdefault(".".join(parts[:depth]), set()).add(int(parts[depth]))
-    sets = list(found.values())
+            indices.setdefault(".".join(parts[:depth]), set()).add(int(parts[depth]))
+    sets = list(indices.values())
     if not sets or any(each != sets[0] for each in sets) or sets[0] != set(range(len(sets[0]))):
         return None
     return len(sets[0])
 
 
-def _reads_key(text: str, key: str) -> bool:
-    return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", text) is not None
+def _reads_key(expression: str, key: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", expression) is not None
 
 
-def _resolved(text: str, resolved: Mapping[str, str]) -> str:
-    return re.sub(r"[A-Za-z_][\w.]*", lambda found: resolved.get(found[0], found[0]), text)
+def _substitute(expression: str, replacements: Mapping[str, str]) -> str:
+    """Replace the keys of an expression that have a replacement."""
+    return re.sub(r"[A-Za-z_][\w.]*", lambda match: replacements.get(match[0], match[0]), expression)
