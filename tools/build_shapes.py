@@ -33,7 +33,7 @@ Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base m
 
 def measure_class(class_name: str) -> Row:
     """Measure the rules of one class."""
-    from shape_variants import derive_shapes
+    from shape_derivation import derive_shapes
 
     from ckptx.architecture.introspection import meta_model
 
