@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from config_variants import (
-    _EXPERT_COUNTS,
-    _LAYER_COUNTS,
+    EXPERT_COUNT_KEYS,
+    LAYER_COUNT_KEYS,
     SWITCHES,
-    _configs,
-    _declared_types,
-    _other_values,
-    _recorded_reads,
+    declared_types,
+    other_values,
+    record_reads,
+    walk_configs,
 )
 from torch import nn
 from transformers import PreTrainedConfig
@@ -117,7 +117,7 @@ class Probe:
                 if max_count is not None:
                     values = self._with_small_counts(values, max_count)
                 config = self.build_config(copy.deepcopy(values))
-                with _recorded_reads() as class_reads:
+                with record_reads() as class_reads:
                     model = meta_model.build_on_meta(self.cls, config)
                 patterns = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
                 if max_count is not None and layer_types_of(config) != layer_types_of(
@@ -128,7 +128,7 @@ class Probe:
                 continue
             read_keys = {
                 (config_path, key)
-                for config_path, config_values in _configs(config)
+                for config_path, config_values in walk_configs(config)
                 for key in config_values
                 if (type(config_at(config, config_path)), key) in class_reads
             }
@@ -162,7 +162,7 @@ class Probe:
         Returns:
             `values` and `read_keys`, with the keys that change shapes.
         """
-        for config_path, config_values in _configs(config):
+        for config_path, config_values in walk_configs(config):
             owner = config_at(config, config_path)
             for config_class, key in sorted(class_reads, key=str):
                 if (
@@ -187,8 +187,8 @@ class Probe:
     def _with_small_counts(self, values: Values, max_count: int) -> Values:
         """Set every larger number of layers or experts in `values` to `max_count`, and return `values`."""
         config = self.build_config(copy.deepcopy(values))
-        for config_path, config_values in _configs(config):
-            for key in (_LAYER_COUNTS | _EXPERT_COUNTS) & config_values.keys():
+        for config_path, config_values in walk_configs(config):
+            for key in (LAYER_COUNT_KEYS | EXPERT_COUNT_KEYS) & config_values.keys():
                 if isinstance(config_values[key], int) and config_values[key] > max_count:
                     _set_key(values, (*config_path, key), max_count, config)
         return values
@@ -211,7 +211,7 @@ class Probe:
             if type(value) is not int or _NOT_A_SIZE.search(key) or value < 2:
                 continue
             candidates = (
-                (value + 1, value + 2, value * 2) if key in _LAYER_COUNTS else [value * each for each in _FACTORS]
+                (value + 1, value + 2, value * 2) if key in LAYER_COUNT_KEYS else [value * each for each in _FACTORS]
             )
             for candidate in (*candidates, value + 1):
                 observation = self._observe_changed(start, {(*config_path, key): candidate}, config)
@@ -241,7 +241,7 @@ class Probe:
         """Yield trials of values other than sizes: booleans, strings, floats, lists, and integers used as switches."""
         config = self.build_config(copy.deepcopy(start))
         switch_paths = set()  # paths of keys that have an effect together with others
-        for config_path, own_values in _configs(config):
+        for config_path, own_values in walk_configs(config):
             for switch in SWITCHES:
                 key = next(iter(switch))
                 if key not in own_values or isinstance(own_values[key], list):
@@ -325,7 +325,7 @@ def _without_weight_init() -> Iterator[None]:
 def numbers_of(config: Any) -> dict[str, int]:
     """Return every integer of a config and of its sub-configs, by dotted key, and the number of labels."""
     numbers = {}
-    for config_path, config_values in _configs(config):
+    for config_path, config_values in walk_configs(config):
         for key, value in config_values.items():
             if type(value) is int:
                 numbers[".".join((*config_path, key))] = value
@@ -337,7 +337,7 @@ def numbers_of(config: Any) -> dict[str, int]:
 def _trial_values(config: Any, key: str, value: Any) -> Iterator[Any]:
     """Yield the other values to try for a value that is not a size, or for a number that may act as a switch."""
     if isinstance(value, bool) or value is None or isinstance(value, str) or value == []:
-        yield from _other_values(config, key, value)
+        yield from other_values(config, key, value)
     elif isinstance(value, float):
         yield value * 2
         yield value / 2
@@ -346,7 +346,7 @@ def _trial_values(config: Any, key: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
         yield [each * 2 for each in value]
         yield [*value, value[-1]]
-    if isinstance(value, int) and not isinstance(value, bool) and type(None) in _declared_types(config, key):
+    if isinstance(value, int) and not isinstance(value, bool) and type(None) in declared_types(config, key):
         yield None
 
 
@@ -396,7 +396,7 @@ def layer_types_of(config: Any) -> dict[str, list[str]]:
     """Return the distinct strings of every list with a string per layer, by dotted key."""
     return {
         ".".join((*config_path, key)): sorted(set(value))
-        for config_path, config_values in _configs(config)
+        for config_path, config_values in walk_configs(config)
         for key, value in sorted(config_values.items())
         if _is_list_of_layer_types(key, value) and value and isinstance(value[0], str)
     }
