@@ -1,4 +1,4 @@
-"""Measure the time of a forecast and of a search from the shell, and the memory of their largest process.
+"""Measure the time of `ckptx forecast` and of its layout search, and the memory of the largest process.
 
 python benchmarks/forecast_time.py [--results DIR] [NAME ...]
 """
@@ -21,6 +21,7 @@ from ckptx.runtime.training.recipe_file import read_recipe
 
 _MIB = 2**20
 _DEEPSEEK_OPTIONS = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")
+# Name -> model, options of `ckptx forecast`, target in seconds.
 CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
     "Llama 3.1 8B, dp_shard 8": ("llama", ("--dp-shard", "8"), 15),
     "Gemma 4 31B, dp_shard 8": ("gemma", ("--dp-shard", "8", "--seq", "2048"), 15),
