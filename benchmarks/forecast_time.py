@@ -41,14 +41,14 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     model, options, target = CASES[name]
     command = [sys.executable, "-m", "ckptx", "forecast", str(directory / model), "--dtype", "bf16", *options]
     report = directory / "report.json"
-    seconds, peak = time_command([*command, "--report", str(report)])
+    seconds, peak_rss = time_command([*command, "--report", str(report)])
     document = json.loads(report.read_text())
-    rows = document.get("by_stage") or document["layouts"]
+    rows = document.get("by_stage") or document["layouts"]  # stages of a forecast, or layouts that a search found
     return {
         "case": name,
         "seconds": seconds,
         "target_seconds": target,
-        "peak_rss": peak,
+        "peak_rss": peak_rss,
         "results": len(rows),
         "candidates": document.get("tried", len(rows)),
         "peak": rows[0]["peak"],
