@@ -2,9 +2,9 @@
 
     python benchmarks/against_transformers.py [--results DIR] [MODEL ...]
 
-The runtime loads and runs each model, and so does transformers in processes that never import ckptx: as a whole, where
-everything must be equal bit for bit, and under tensor parallelism of two ranks, where transformers uses its own plan.
-Each difference is listed next to its tolerance for rounding. Models that transformers rejects are listed with its
+ckptx and transformers both load and run each model; transformers does so in processes that never import ckptx. The
+unsharded models must be equal bit for bit. With tensor parallelism on two ranks, where transformers uses its own plan,
+each difference is listed next to its tolerance for rounding. Models that transformers rejects are listed with its
 error.
 """
 
@@ -35,7 +35,7 @@ def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
         work, name, against_transformers.load_unsharded_model(work, name)
     )
     pool.run(against_transformers.save_sharded_results, against_transformers.TP, work, name)
-    sharded_ckptx, limits = (
+    sharded_ckptx, tolerances = (
         load_results(work, "ckptx-tp", name),
         against_transformers.measure_tolerances(work, name, unsharded),
     )
@@ -50,17 +50,18 @@ def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
         "tensors": len(unsharded["tensors"]),
         "unequal": against_transformers.list_differences(unsharded_ckptx, unsharded),
         "error": sharded.get("error"),
-        **{key: _figures(compare_results(*pair, limits)) for key, pair in pairs.items()},
+        **{key: _figures(compare_results(*pair, tolerances)) for key, pair in pairs.items()},
     }
 
 
 def _figures(comparison: Any) -> dict[str, Any]:
-    name, difference, limit = comparison.worst_gradient
+    """Return the figures of a comparison for the JSON file."""
+    name, difference, tolerance = comparison.worst_gradient
     return {
         "outputs": comparison.outputs,
         "loss": comparison.loss,
         "gradients": len(comparison.gradients),
-        "worst_gradient": [name, difference, limit],
+        "worst_gradient": [name, difference, tolerance],
         "faults": len(comparison.faults),
     }
 
@@ -83,23 +84,27 @@ def table_row(row: dict[str, Any]) -> tuple[object, ...]:
     return row["model"], equal, _format_difference(row["ckptx_tp_vs_unsharded"]), "; ".join(sharded)
 
 
-def _format_difference(found: dict[str, Any]) -> str:
-    outputs = f"{found['outputs'][0]:.1e} of {found['outputs'][1]:.1e}"
-    _, difference, limit = found["worst_gradient"]
-    gradient = f", {difference:.1e} of {limit:.1e}" if found["gradients"] else ""
-    return f"{outputs}{gradient}{' DIFFERENT' if found['faults'] else ''}"
+def _format_difference(figures: dict[str, Any]) -> str:
+    outputs = f"{figures['outputs'][0]:.1e} of {figures['outputs'][1]:.1e}"
+    _, difference, tolerance = figures["worst_gradient"]
+    gradient = f", {difference:.1e} of {tolerance:.1e}" if figures["gradients"] else ""
+    return f"{outputs}{gradient}{' DIFFERENT' if figures['faults'] else ''}"
 
 
 def count_outcomes(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     """Count the outcomes of transformers' own tensor parallelism, with the models of each."""
-    kinds: dict[str, list[str]] = {}
+    models_by_outcome: dict[str, list[str]] = {}
     for row in rows:
-        kinds.setdefault(_outcome(row), []).append(row["model"])
-    largest = max(kinds, key=lambda kind: len(kinds[kind]))
-    return [(kind, len(names), "" if kind == largest else ", ".join(names)) for kind, names in kinds.items()]
+        models_by_outcome.setdefault(_outcome(row), []).append(row["model"])
+    most_frequent = max(models_by_outcome, key=lambda outcome: len(models_by_outcome[outcome]))
+    return [
+        (outcome, len(names), "" if outcome == most_frequent else ", ".join(names))
+        for outcome, names in models_by_outcome.items()
+    ]
 
 
 def _outcome(row: dict[str, Any]) -> str:
+    """Return the outcome of transformers' own tensor parallelism for one model."""
     error, self_difference = row["error"], row.get("transformers_tp_vs_unsharded")
     parts = []
     if self_difference is not None and self_difference["faults"]:

@@ -22,12 +22,17 @@ from measure import table
 
 import ckptx
 
-Row = dict[str, Any]
-Columns = dict[str, Callable[[Row], str]]
+Row = dict[str, Any]  # "case", "status" ("done", "failed" or "not run"), "reason" (None if done), and the figures
+Columns = dict[str, Callable[[Row], str]]  # title -> function that formats a cell
 
 
 class Case(NamedTuple):
-    """One measurement, which returns figures by name."""
+    """One measurement.
+
+    Attributes:
+        name: Name in the first column of the table.
+        measure: Function that runs it and returns its figures by name.
+    """
 
     name: str
     measure: Callable[[], Row]
@@ -39,7 +44,7 @@ class Part(NamedTuple):
     Attributes:
         title: Title of the table.
         cases: Cases in the order of the rows.
-        columns: Title -> function that formats a cell of a row with status "done".
+        columns: Columns between the case and its status; the functions get only rows with status "done".
         findings: Function that returns one line for each wrong result in the rows with status "done".
         note: Function that returns the text below the table, or "".
     """
@@ -79,13 +84,13 @@ class Benchmark:
                     continue
                 row.update(status="failed", reason="was still running when the time limit ended")
                 print(f"{name}: {case.name}", file=sys.stderr)
-                row.update(_outcome(case))
+                row.update(_run_case(case))
                 _free_memory()
                 self.write()
         self.write()
 
     def findings(self) -> list[str]:
-        """List the cases that failed, and the wrong results."""
+        """Return a line for each case that failed, and for each wrong result."""
         failed = [
             f"{name}: {row['case']}: {row['reason']}"
             for name, rows in self.rows.items()
@@ -132,7 +137,7 @@ def describe_machine(device: torch.device, *, is_tiny: bool) -> Row:
 
     Args:
         device: Device of the measurements.
-        is_tiny: The benchmark uses small shapes.
+        is_tiny: True if the benchmark uses small shapes.
     """
     hardware: Row = {"card": "none"}
     if device.type == "cuda":
@@ -148,8 +153,8 @@ def describe_machine(device: torch.device, *, is_tiny: bool) -> Row:
     }
 
 
-def _outcome(case: Case) -> Row:
-    """Run a case, and return its figures, or the reason that it failed."""
+def _run_case(case: Case) -> Row:
+    """Run a case, and return its status, with its figures or the reason why it failed."""
     try:
         return {"status": "done", "reason": None, **case.measure()}
     except Exception as error:  # an error of any kind must not stop the other cases
@@ -175,9 +180,9 @@ def _replace_non_finite(value: Any) -> Any:
 
 @contextmanager
 def end_after(benchmark: Benchmark, work: Path, seconds: float) -> Iterator[None]:
-    """End the process after `seconds` if the block still runs; first write the results and remove `work`."""
+    """Exit with code 1 if the block still runs after `seconds`; first write the results and remove `work`."""
 
-    def end() -> None:
+    def exit_process() -> None:
         try:
             benchmark.write()
             shutil.rmtree(work, ignore_errors=True)
@@ -185,7 +190,7 @@ def end_after(benchmark: Benchmark, work: Path, seconds: float) -> Iterator[None
         finally:
             os._exit(1)
 
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, exit_process)
     timer.daemon = True
     timer.start()
     try:

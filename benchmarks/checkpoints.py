@@ -21,11 +21,16 @@ from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_h
 _BLOCK = os.urandom(8 << 20)
 _BF16, _F32 = DTYPES_BY_NAME["BF16"], DTYPES_BY_NAME["F32"]
 
-Shapes = Iterator[tuple[str, Shape]]
+Shapes = Iterator[tuple[str, Shape]]  # name and shape of each tensor
 
 
 class Model(NamedTuple):
-    """Names and shapes of the tensors of a checkpoint in their order, and the content of config.json."""
+    """Content of a checkpoint.
+
+    Attributes:
+        shapes: Names and shapes of the tensors, in the order of the files; can be read once.
+        config: Content of config.json.
+    """
 
     shapes: Shapes
     config: dict[str, Any]
@@ -48,19 +53,19 @@ def llama(layers: int = 20) -> Model:
     return Model(_llama_shapes(layers, config["hidden_size"], config["intermediate_size"], 8 * 64, 32000), config)
 
 
-def _llama_shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> Shapes:
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "self_attn.q_proj.weight", (hidden, hidden)
-        yield prefix + "self_attn.k_proj.weight", (kv, hidden)
-        yield prefix + "self_attn.v_proj.weight", (kv, hidden)
-        yield prefix + "self_attn.o_proj.weight", (hidden, hidden)
-        yield from _mlp(prefix + "mlp.", inner, hidden)
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (vocab, hidden)
+def _llama_shapes(num_layers: int, hidden_size: int, mlp_size: int, kv_size: int, vocab_size: int) -> Shapes:
+    yield "model.embed_tokens.weight", (vocab_size, hidden_size)
+    for layer in range(num_layers):
+        prefix = f"model.num_layers.{layer}."
+        yield prefix + "self_attn.q_proj.weight", (hidden_size, hidden_size)
+        yield prefix + "self_attn.k_proj.weight", (kv_size, hidden_size)
+        yield prefix + "self_attn.v_proj.weight", (kv_size, hidden_size)
+        yield prefix + "self_attn.o_proj.weight", (hidden_size, hidden_size)
+        yield from _mlp(prefix + "mlp.", mlp_size, hidden_size)
+        yield prefix + "input_layernorm.weight", (hidden_size,)
+        yield prefix + "post_attention_layernorm.weight", (hidden_size,)
+    yield "model.norm.weight", (hidden_size,)
+    yield "lm_head.weight", (vocab_size, hidden_size)
 
 
 def _mlp(prefix: str, inner: int, hidden: int) -> Shapes:
@@ -242,18 +247,18 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
     """
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    rows = [(name, dtype_of(name), shape) for name, shape in model.shapes]
-    sizes = [dtype.nbytes(prod(shape)) for _, dtype, shape in rows]
+    tensors = [(name, dtype_of(name), shape) for name, shape in model.shapes]
+    sizes = [dtype.nbytes(prod(shape)) for _, dtype, shape in tensors]
     total = sum(sizes)
-    weight_map, written_bytes, files = {}, 0, [[] for _ in range(shards)]
-    for row, nbytes in zip(rows, sizes, strict=True):
-        files[min(shards - 1, written_bytes * shards // total)].append(row)
+    weight_map, written_bytes, tensors_by_file = {}, 0, [[] for _ in range(shards)]
+    for tensor, nbytes in zip(tensors, sizes, strict=True):
+        tensors_by_file[min(shards - 1, written_bytes * shards // total)].append(tensor)
         written_bytes += nbytes
-    fill = _hole if sparse else _random
-    for index, rows_of_file in enumerate(files):
+    write_payload = _write_hole if sparse else _write_random
+    for index, tensors_of_file in enumerate(tensors_by_file):
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        _write_shard(root / file, rows_of_file, fill)
-        weight_map.update((name, file) for name, _, _ in rows_of_file)
+        _write_shard(root / file, tensors_of_file, write_payload)
+        weight_map.update((name, file) for name, _, _ in tensors_of_file)
     (root / "model.safetensors.index.json").write_text(format_index(weight_map, {"total_size": total}))
     return total
 
@@ -263,22 +268,24 @@ def dtype_of(name: str) -> DType:
     return _F32 if name.endswith("e_score_correction_bias") else _BF16
 
 
-def _write_shard(path: Path, rows: list[tuple[str, DType, Shape]], fill: Callable[[BinaryIO, int], None]) -> None:
+def _write_shard(
+    path: Path, tensors: list[tuple[str, DType, Shape]], write_payload: Callable[[BinaryIO, int], None]
+) -> None:
     offset, header = 0, []
-    for name, dtype, shape in rows:
+    for name, dtype, shape in tensors:
         nbytes = dtype.nbytes(prod(shape))
         header.append((name, dtype, shape, offset, offset + nbytes))
         offset += nbytes
     with path.open("wb") as out:
         out.write(frame_header(pad_header(format_header_text(header, {"format": "pt"}))))
-        fill(out, offset)
+        write_payload(out, offset)
 
 
-def _hole(out: BinaryIO, nbytes: int) -> None:
+def _write_hole(out: BinaryIO, nbytes: int) -> None:
     out.truncate(out.tell() + nbytes)
 
 
-def _random(out: BinaryIO, nbytes: int) -> None:
+def _write_random(out: BinaryIO, nbytes: int) -> None:
     for start in range(0, nbytes, len(_BLOCK)):
         shift = start // len(_BLOCK) * 4099 % len(_BLOCK)
         out.write((_BLOCK[shift:] + _BLOCK[:shift])[: nbytes - start])

@@ -2,9 +2,10 @@
 
     python benchmarks/clean_runs.py [--results DIR] [MODEL ...]
 
-Every tiny model of the tests is written with 5 seeds and 3 scales of weights in float32 and bfloat16, converted to a
-DCP, and run at tp2 and at tp2 x dp_shard2, so that every pair of values occurs: 16 runs per model. The table has, for
-each model, the largest difference relative to its tolerance.
+Every tiny model of the tests is written with random weights, converted to a DCP, and run with tensor parallelism on two
+ranks: with 5 seeds, 3 scales of the weights, float32 and bfloat16, and dp_shard 1 and 2. In 16 runs per model, every
+pair of these values occurs at least once. The table has, for each model, the largest difference relative to its
+tolerance.
 """
 
 from __future__ import annotations
@@ -25,11 +26,21 @@ sys.path.insert(0, str(HERE.parent))
 
 from measure import publish, table  # noqa: E402 (benchmarks run from a checkout)
 
-SEEDS, SCALES, DTYPES, REPLICAS = range(5), (0.02, 0.08, 0.3), ("float32", "bfloat16"), (1, 2)
+SEEDS = range(5)
+SCALES = (0.02, 0.08, 0.3)  # standard deviations of weights
+DTYPES = ("float32", "bfloat16")
+DP_SHARD_SIZES = (1, 2)
 
 
 class Run(NamedTuple):
-    """Seed, standard deviation and dtype of the weights of a model, and the number of data-parallel ranks."""
+    """One run of `verify --run`.
+
+    Attributes:
+        seed: Seed of the weights.
+        scale: Standard deviation of the weights.
+        dtype: Dtype of the weights: "float32" or "bfloat16".
+        dp_shard: Number of data-parallel ranks.
+    """
 
     seed: int
     scale: float
@@ -40,15 +51,15 @@ class Run(NamedTuple):
 def runs() -> list[Run]:
     """Return 16 runs in which every pair of values occurs at least once."""
     found = [
-        Run(seed, scale, DTYPES[(seed + index // 2) % 2], REPLICAS[(seed // 2 + index) % 2])
+        Run(seed, scale, DTYPES[(seed + index // 2) % 2], DP_SHARD_SIZES[(seed // 2 + index) % 2])
         for index, scale in enumerate(SCALES)
         for seed in SEEDS
     ]
-    return [*found, Run(0, SCALES[0], DTYPES[1], REPLICAS[1])]
+    return [*found, Run(0, SCALES[0], DTYPES[1], DP_SHARD_SIZES[1])]
 
 
 def write(name: str, run: Run, path: Path) -> None:
-    """Write a model with random values as an HF checkpoint; matrices have the standard deviation `scale`."""
+    """Write a model with random weights as an HF checkpoint; matrices have the standard deviation `run.scale`."""
     import torch
     import transformers
 
@@ -119,17 +130,17 @@ _COLUMNS = (
 
 def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[object, ...]:
     """Return the table row of a model: a summary of all its runs."""
-    ran = [row for row in rows if row["error"] is None]
-    ratios = [row["max_abs"] / row["max_abs_tolerance"] for row in ran if row["max_abs_tolerance"]]
-    gradients = [row["grad_closest_to_tolerance"][1] for row in ran]
+    finished = [row for row in rows if row["error"] is None]
+    logits_ratios = [row["max_abs"] / row["max_abs_tolerance"] for row in finished if row["max_abs_tolerance"]]
+    gradient_ratios = [row["grad_closest_to_tolerance"][1] for row in finished]
     return (
         name,
         len(rows),
-        sum(row["exit"] == 0 for row in ran),
-        len(rows) - len(ran),
-        sum(bool(row["inconclusive"]) for row in ran),
-        f"{max(ratios, default=0):.0%}",
-        f"{max(gradients, default=0):.0%}",
+        sum(row["exit"] == 0 for row in finished),
+        len(rows) - len(finished),
+        sum(bool(row["inconclusive"]) for row in finished),
+        f"{max(logits_ratios, default=0):.0%}",
+        f"{max(gradient_ratios, default=0):.0%}",
     )
 
 
@@ -149,23 +160,23 @@ def main() -> None:
     names, rows = arguments.models or list(EVERY), []
     with tempfile.TemporaryDirectory(prefix="ckptx-clean-") as directory:
         work = Path(directory)
-        for dp_shard in REPLICAS:
+        for dp_shard in DP_SHARD_SIZES:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             ranks = ["--nproc-per-node", str(2 * dp_shard), __file__, "--work", str(work)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([*torchrun, *ranks, "--dp-shard", str(dp_shard), *names], check=True, env=environment)
             rows += json.loads((work / f"rows-{dp_shard}.json").read_text())
     lines = [table_row(name, [row for row in rows if row["model"] == name]) for name in names]
-    alarms = [row for row in rows if row["error"] is None and row["exit"] != 0]
+    false_alarms = [row for row in rows if row["error"] is None and row["exit"] != 0]
     counts = Counter("rejected" if row["error"] else "equal" if row["exit"] == 0 else "DIFFERENT" for row in rows)
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(counts.items()))
     title = f"Clean runs: {len(rows):,} of {len(names)} models, {outcomes}"
     others = [row for row in rows if row["exit"] != 0]
     results = {"counts": counts, "models": [dict(zip(_COLUMNS, line, strict=True)) for line in lines], "others": others}
     publish(arguments.results, "clean_runs", results, [table(title, _COLUMNS, lines)])
-    for row in alarms:
+    for row in false_alarms:
         print("false alarm:", row["model"], *(row[key] for key in Run._fields), row["differing"][:3])
-    sys.exit(bool(alarms))
+    sys.exit(bool(false_alarms))
 
 
 if __name__ == "__main__":

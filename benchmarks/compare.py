@@ -39,19 +39,20 @@ def time_cases(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]],
     Args:
         work: Directory for outputs.
         source: Checkpoint to convert.
-        cases: Name and command-line arguments of each case; SRC and DST follow the first argument.
+        cases: Name of each case; its command ("reshard", "convert hf2dcp") and options.
         other: The other checkout.
         rounds: Number of timed rounds.
     """
     copy, out = work / "cp", work / "out"
     steps = [Step(f"cp -r {source.name}", ["cp", "-r", str(source), str(copy)], copy)]
-    for name, (verb, *rest) in cases:
-        words = [*verb.split(), str(source), str(out), *rest]
-        steps += [Step(f"{name}, {checkout}", command(root, *words), out) for checkout, root in _checkouts(other)]
+    for name, (command_name, *options) in cases:
+        arguments = [*command_name.split(), str(source), str(out), *options]
+        steps += [Step(f"{name}, {checkout}", command(root, *arguments), out) for checkout, root in _checkouts(other)]
     return time_rounds(steps, rounds, directory_size(source))
 
 
 def _checkouts(other: Path) -> list[tuple[str, Path]]:
+    """Return the label and the directory of both checkouts."""
     return [("before", other), ("now", HERE.parent)]
 
 
@@ -82,8 +83,8 @@ def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
     )
 
 
-def _run_ckptx(words: list[str], source: Path, out: Path) -> None:
-    subprocess.run(command(HERE.parent, *words, str(source), str(out)), check=True, stdout=subprocess.DEVNULL)
+def _run_ckptx(arguments: list[str], source: Path, out: Path) -> None:
+    subprocess.run(command(HERE.parent, *arguments, str(source), str(out)), check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

@@ -30,7 +30,14 @@ from measure import (
 
 
 def time_in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
-    """Time `cp -r`, ckptx and optionally stock torch, which keeps the whole model in memory, with one checkpoint."""
+    """Time the conversions of one checkpoint to a DCP and back.
+
+    Args:
+        work: Directory for outputs, on a RAM disk.
+        source: The HF checkpoint.
+        rounds: Number of timed rounds.
+        stock: Also time stock torch, which keeps the whole model in memory.
+    """
     copy, dcp, back, stock_dcp, stock_back = (work / name for name in ("cp", "dcp", "back", "stock-dcp", "stock-back"))
     to_dcp, to_hf, verify = (
         [*CKPTX, "convert", "hf2dcp"],
@@ -81,15 +88,15 @@ def time_on_disk(work: Path, rounds: int) -> list[Row]:
 
 
 def time_inspect(checkpoints: dict[str, Path], rounds: int) -> list[Row]:
-    """Time `ckptx inspect` of each checkpoint."""
+    """Time `ckptx inspect` of each checkpoint, without the first of `rounds + 1` runs."""
     rows = []
     for name, path in checkpoints.items():
         row = Row(f"ckptx inspect, {name}")
         for _ in range(rounds + 1):
             seconds, peak = time_command([*CKPTX, "inspect", str(path)])
             row.seconds.append(seconds)
-            row.peak = max(row.peak, peak)
-        row.seconds.pop(0)
+            row.peak_rss = max(row.peak_rss, peak)
+        row.seconds.pop(0)  # the warm-up round
         rows.append(row)
     return rows
 

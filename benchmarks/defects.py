@@ -53,7 +53,14 @@ Row = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """A defect in one dtype, and the two checkpoints to compare; a defect of the runtime has the same one twice."""
+    """A defect in one stored dtype, and the two checkpoints to compare.
+
+    Attributes:
+        defect: The defect.
+        dtype: Name of the dtype of the stored weights.
+        reference: Checkpoint without the defect.
+        checkpoint: Checkpoint with the defect; for a defect of the runtime, the same as `reference`.
+    """
 
     defect: Defect
     dtype: str
@@ -75,14 +82,14 @@ def pairs_of(work: Path, defects: Iterable[Defect], dtypes: Sequence[str]) -> li
 
 def write(pairs: Iterable[Pair]) -> None:
     """Write each model, and each checkpoint with its defect."""
-    for defect, dtype, clean, other in pairs:
+    for defect, dtype, clean, defective in pairs:
         torch_dtype: torch.dtype = getattr(torch, dtype)
         if not clean.exists():
             models.write(defect.model, torch_dtype, clean)
         if defect.checkpoint_injection is not None:
             tensors, config = models.read(clean)
             defect.checkpoint_injection(tensors, config)
-            models.save(tensors, config, torch_dtype, other)
+            models.save(tensors, config, torch_dtype, defective)
 
 
 def verify_pair(pair: Pair) -> Row:
@@ -108,9 +115,14 @@ def verify_pair(pair: Pair) -> Row:
     }
 
 
-def _multiple(distance: Any, limit: Any) -> float | str:
-    """Return a distance as a multiple of its tolerance; a string if it is not finite."""
-    return distance if isinstance(distance, str) else distance / limit if limit else float(distance > 0)
+def _multiple(difference: Any, tolerance: Any) -> float | str:
+    """Return a difference as a multiple of its tolerance; a string if it is not finite.
+
+    Without a tolerance, 0 stands for equal and 1 for different.
+    """
+    if isinstance(difference, str):
+        return difference
+    return difference / tolerance if tolerance else float(difference > 0)
 
 
 def verify_on_rank(work: Path, pairs: Sequence[Pair]) -> None:
@@ -119,10 +131,10 @@ def verify_on_rank(work: Path, pairs: Sequence[Pair]) -> None:
     dist.init_process_group("gloo")
     rows = []
     for pair in pairs:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         rows.append(verify_pair(pair))
         if not dist.get_rank():
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - start
             print(f"  {pair.defect.key}, {pair.dtype}: {format_cell(rows[-1])}, {seconds:.1f} s", file=sys.stderr)
     if not dist.get_rank():
         (work / "rows.json").write_text(json.dumps(rows))
@@ -131,8 +143,8 @@ def verify_on_rank(work: Path, pairs: Sequence[Pair]) -> None:
 
 def select_defects(names: Sequence[str]) -> list[Defect]:
     """Return the defects whose key contains one of the names, or all if there are no names."""
-    every = [defect for defects in TABLES.values() for defect in defects]
-    return [each for each in every if not names or any(name in each.key for name in names)]
+    all_defects = [defect for defects in TABLES.values() for defect in defects]
+    return [each for each in all_defects if not names or any(name in each.key for name in names)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
@@ -187,12 +199,13 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
             continue
         for dtype in dtypes:
             totals.append((_TITLES[name], dtype, *counts([row for row in rows if row["dtype"] == dtype])))
-        found = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
+        row_of = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
         lines = []
         for defect in TABLES[name]:
-            own = [found[key] for dtype in dtypes if (key := (defect.model, defect.title, dtype)) in found]
-            if own:
-                lines.append((defect.model, defect.title, *map(format_cell, own), find_reason(defect, own)))
+            rows_of_defect = [row_of[key] for dtype in dtypes if (key := (defect.model, defect.title, dtype)) in row_of]
+            if rows_of_defect:
+                cells = map(format_cell, rows_of_defect)
+                lines.append((defect.model, defect.title, *cells, find_reason(defect, rows_of_defect)))
         columns = ("model", "defect", *(f"stored {dtype}" for dtype in dtypes), "reason if missed")
         tables.append(table(f"`verify --run --tp 2`: {_TITLES[name]}", columns, lines))
     columns = ("injected faults", "stored dtype", "cases", "found", "byte-identical", "missed", "rejected")
@@ -200,7 +213,7 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
 
 
 def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
-    """Count all rows, and those found, equal, missed, and rejected with an error."""
+    """Return the number of rows, and of those found, equal, missed, and rejected with an error."""
     found, rejected = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
     equal = sum(is_equal(row) and not is_found(row) and row["error"] is None for row in rows)
     return len(rows), found, equal, len(rows) - found - equal - rejected, rejected
@@ -227,10 +240,10 @@ def main() -> None:
         command = [*torchrun, __file__, "--work", directory, "--dtypes", arguments.dtypes, *arguments.names]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         rows = json.loads((work / "rows.json").read_text())
-    names = {(each.model, each.title): name for name, defects in TABLES.items() for each in defects}
+    table_of = {(each.model, each.title): name for name, defects in TABLES.items() for each in defects}
     results: dict[str, list[Row]] = {name: [] for name in TABLES}
     for row in rows:
-        results[names[row["model"], row["defect"]]].append(row)
+        results[table_of[row["model"], row["defect"]]].append(row)
     publish(arguments.results, "defects", results, tables_of(results, dtypes))
 
 

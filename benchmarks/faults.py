@@ -30,14 +30,14 @@ from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
 RECIPE = "llama_tiny"
-_SETTINGS = {"tp": "layout.tp=2"}
-_RESUME = 6
+_SETTING_OF_AXIS = {"tp": "layout.tp=2"}  # mesh axis -> override that gives it the required size
+_RESUME_PHASE = 6
 
 Row = dict[str, Any]
 
 
 class SharedRanksSession(Session):
-    """A session that reuses its ranks; the effect of a fault does not depend on new interpreters."""
+    """A session that reuses its ranks, because the effects of these faults do not depend on new interpreters."""
 
     def fresh_ranks(self) -> AbstractContextManager[Ranks]:
         return nullcontext(self.ranks)
@@ -45,21 +45,23 @@ class SharedRanksSession(Session):
 
 @contextmanager
 def open_session(
-    folder: Path, needs: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
+    folder: Path, min_mesh: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
 ) -> Iterator[tuple[Session, LeakedMemory]]:
     """Open a session on a mesh that a fault requires; yield it with the baseline memory of its ranks.
 
     Args:
         folder: Directory of the session; it must not exist.
-        needs: Mesh axes that the fault requires, with their minimum sizes.
+        min_mesh: Mesh axes that the fault requires, with their minimum sizes.
         ranks: Ranks to use; None starts new ones.
         settings: Overrides of recipe keys, "key=value".
     """
-    recipe = read_recipe(RECIPE, [*settings, *(_SETTINGS[axis] for axis in needs if axis in _SETTINGS)])
-    with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as own:
+    recipe = read_recipe(
+        RECIPE, [*settings, *(_SETTING_OF_AXIS[axis] for axis in min_mesh if axis in _SETTING_OF_AXIS)]
+    )
+    with Ranks(device="cpu") if ranks is None else nullcontext(ranks) as session_ranks:
         folder.mkdir()
         session = SharedRanksSession(
-            recipe=recipe, source=folder / "source", out=folder, ranks=own, is_exact=True, log=Log(),
+            recipe=recipe, source=folder / "source", out=folder, ranks=session_ranks, is_exact=True, log=Log(),
         )  # fmt: skip
         session.source, _ = session.run_task("prepare", recipe, session.source)
         yield session, measure_baseline(session)
@@ -80,7 +82,7 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     row = run_phase(builder, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["checks"] if not each["ok"]]
     run = fault.run if fault is not None else "resumed"
-    losses = session.losses.get(run, {}) if number == _RESUME else {}
+    losses = session.losses.get(run, {}) if number == _RESUME_PHASE else {}
     differences = [
         abs_difference(session.uninterrupted_result.losses[step], loss)
         for step, loss in losses.items()
@@ -98,13 +100,13 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
 def run_all(work: Path, names: list[str]) -> Iterator[Row]:
     """Yield a row for each fault, and for each phase without a fault."""
     with open_session(work / "resumed", {}) as (session, baseline):
-        for number in (1, 2, 3, _RESUME):
+        for number in (1, 2, 3, _RESUME_PHASE):
             yield run_with_fault(session, baseline, None, number)
         for name in names:
-            if FAULTS[name].phase == _RESUME:
-                yield run_with_fault(session, baseline, name, _RESUME)
+            if FAULTS[name].phase == _RESUME_PHASE:
+                yield run_with_fault(session, baseline, name, _RESUME_PHASE)
     for name in names:
-        if FAULTS[name].phase != _RESUME:
+        if FAULTS[name].phase != _RESUME_PHASE:
             with open_session(work / name, FAULTS[name].min_mesh) as (session, baseline):
                 yield run_with_fault(session, baseline, name, FAULTS[name].phase)
 
@@ -146,12 +148,12 @@ def main() -> None:
     )
     injected = [row for row in rows if row["expected_oracle"]]
     missed = [row["fault"] for row in injected if row["expected_oracle"] not in row["failed"]]
-    wrong = [row["phase"] for row in rows if not row["expected_oracle"] and row["failed"]]
+    false_alarms = [row["phase"] for row in rows if not row["expected_oracle"] and row["failed"]]
     summary = f"{len(injected) - len(missed)} of {len(injected)} faults are detected by their oracle in their phase.\n"
     from measure import publish, table  # next to this file; the tests import this module from another directory
 
     publish(arguments.results, "faults", {"rows": rows}, [table("Injected faults", columns, lines), summary])
-    raise SystemExit(bool(missed or wrong))
+    raise SystemExit(bool(missed or false_alarms))
 
 
 def _cell(value: float | None) -> str:

@@ -65,16 +65,17 @@ def run_case(case: Case, source: Path, pool: GlooPool) -> Iterator[dict[str, Any
     except (CkptxError, WorkerError) as error:
         yield {**case_columns, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
         return
-    layer = layer_parameters(source) * 2  # in bfloat16
-    for stage, (forecast, real) in enumerate(zip(forecasts, measured, strict=True)):
-        found = sum(forecast.timeline.peak_segment.peak_bytes)
-        ratio, between = found / real.peak, sum(forecast.timeline.between_steps) / real.before
+    layer_bytes = layer_parameters(source) * 2  # in bfloat16
+    for stage, (forecast, measurement) in enumerate(zip(forecasts, measured, strict=True)):
+        forecast_peak = sum(forecast.timeline.peak_segment.peak_bytes)
+        ratio = forecast_peak / measurement.peak
+        between_steps_ratio = sum(forecast.timeline.between_steps) / measurement.before
         is_within_tolerance = abs(ratio - 1) <= (_TOLERANCE if param_dtype is None else _TOLERANCE_MIXED)
         yield {
-            **case_columns, "stage": stage, "forecast": found, "measured": real.peak, "ratio": round(ratio, 4),
-            "between_steps_ratio": round(between, 4), "gloo_bytes": real.with_gloo - real.peak,
-            "is_within_tolerance": is_within_tolerance,
-            "is_within_one_layer": param_dtype is not None and abs(found - real.peak) <= layer,
+            **case_columns, "stage": stage, "forecast": forecast_peak, "measured": measurement.peak,
+            "ratio": round(ratio, 4), "between_steps_ratio": round(between_steps_ratio, 4),
+            "gloo_bytes": measurement.with_gloo - measurement.peak, "is_within_tolerance": is_within_tolerance,
+            "is_within_one_layer": param_dtype is not None and abs(forecast_peak - measurement.peak) <= layer_bytes,
             "error": None,
         }  # fmt: skip
 
@@ -105,10 +106,10 @@ def main() -> None:
                 rows.append(row)
                 print(*row.values(), file=sys.stderr, flush=True)
     pool.close()
-    before = arguments.results / "forecast.json"
-    if arguments.add and before.exists():
+    earlier_results = arguments.results / "forecast.json"
+    if arguments.add and earlier_results.exists():
         finished = {_case_of(row) for row in rows}
-        rows += [row for row in json.loads(before.read_text())["rows"] if _case_of(row) not in finished]
+        rows += [row for row in json.loads(earlier_results.read_text())["rows"] if _case_of(row) not in finished]
     rows.sort(key=_sort_key)
     summary = summarize(rows)
     publish(arguments.results, "forecast", {"summary": summary, "rows": rows}, [_summary_text(summary), _table(rows)])

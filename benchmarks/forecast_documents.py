@@ -54,15 +54,15 @@ class Case(NamedTuple):
     get_bytes: Callable[[ForecastReport], int]
 
 
-def _peak(report: ForecastReport) -> int:
+def _peak_bytes(report: ForecastReport) -> int:
     return max(int(row["peak"]) for row in report.by_stage)
 
 
-def _forward(report: ForecastReport) -> int:
+def _forward_bytes(report: ForecastReport) -> int:
     return max(sum(each[3:]) for row in report.by_stage for each in row["timeline"] if each[0] == "forward")
 
 
-def _between(report: ForecastReport) -> int:
+def _bytes_between_steps(report: ForecastReport) -> int:
     return max(int(row["between_steps"]) for row in report.by_stage)
 
 
@@ -70,41 +70,50 @@ def cases() -> dict[str, Case]:
     """Return all cases by name."""
     phi = dict(read_recipe("phi_4_squad").model.shrunk_from)
     gemma = dict(read_recipe("gemma4_31b").model.shrunk_from)
-    llama = {"tp": 4, "dp_shard": 2, "seq": 16384, "dtype": "fp32", "param_dtype": "bf16",
+    llama_options = {"tp": 4, "dp_shard": 2, "seq": 16384, "dtype": "fp32", "param_dtype": "bf16",
              "activation_checkpointing": "submodule"}  # fmt: skip
-    settings = "16,384 tokens (the saved memory equals their logits in bf16), float32 weights, bf16 compute, submodule"
-    phi_4 = {"dp_shard": 8, "seq": 5280, "dtype": "bf16"}
+    llama_note = (
+        "16,384 tokens (the saved memory equals their logits in bf16), float32 weights, bf16 compute, submodule"
+    )
+    phi_options = {"dp_shard": 8, "seq": 5280, "dtype": "bf16"}
     phi_note = "5,280 tokens, not reported"
-    gemma_8 = {"dp_shard": 8, "seq": 2048, "dtype": "bf16", "gpu_memory": "80GiB"}
+    gemma_options = {"dp_shard": 8, "seq": 2048, "dtype": "bf16", "gpu_memory": "80GiB"}
     gemma_pp = {"tp": 4, "seq": 2048, "dtype": "bf16", "activation_checkpointing": "full"}
-    rows = "2,048 tokens of text; images left out"
+    deepseek_options = {"tp": 8, "dtype": "bf16", "activation_checkpointing": "full"}
+    gemma_note = "2,048 tokens of text; images left out"
     return {
         "Llama 3.1 8B, tp4 x dp2, sharded head, forward of lm_head": Case(
-            LLAMA, {**llama, "loss": "none"}, 29.665, settings, _forward
+            LLAMA, {**llama_options, "loss": "none"}, 29.665, llama_note, _forward_bytes
         ),
-        "Llama 3.1 8B, tp4 x dp2, sharded head, step": Case(LLAMA, llama, 35.66, settings, _peak),
-        "Llama 3.1 8B, tp4 x dp2, gathered head, step": Case(LLAMA, {**llama, "loss": "full"}, 51.93, settings, _peak),
-        "phi-4, FSDP2 x 8, no checkpointing": Case(phi, {**phi_4, "loss": "full"}, 74.0, phi_note, _peak),
-        "phi-4, FSDP2 x 8, no checkpointing, between steps": Case(phi, phi_4, 10.0, phi_note, _between),
+        "Llama 3.1 8B, tp4 x dp2, sharded head, step": Case(LLAMA, llama_options, 35.66, llama_note, _peak_bytes),
+        "Llama 3.1 8B, tp4 x dp2, gathered head, step": Case(
+            LLAMA, {**llama_options, "loss": "full"}, 51.93, llama_note, _peak_bytes
+        ),
+        "phi-4, FSDP2 x 8, no checkpointing": Case(phi, {**phi_options, "loss": "full"}, 74.0, phi_note, _peak_bytes),
+        "phi-4, FSDP2 x 8, no checkpointing, between steps": Case(
+            phi, phi_options, 10.0, phi_note, _bytes_between_steps
+        ),
         "phi-4, FSDP2 x 8, full checkpointing": Case(
-            phi, {**phi_4, "activation_checkpointing": "full"}, 70.0,
-            f"{phi_note}; the figure is for a whole test with several models in sequence", _peak,
+            phi, {**phi_options, "activation_checkpointing": "full"}, 70.0,
+            f"{phi_note}; the figure is for a whole test with several models in sequence", _peak_bytes,
         ),
         "Gemma 4 31B, FSDP2 x 8, 0 layers checkpointed": Case(
-            gemma, gemma_8, None, f"{rows}; it ran out of memory", _peak
+            gemma, gemma_options, None, f"{gemma_note}; it ran out of memory", _peak_bytes
         ),
         "Gemma 4 31B, FSDP2 x 8, 60 layers checkpointed": Case(
-            gemma, {**gemma_8, "activation_checkpointing": "full"}, 40.34, rows, _peak
+            gemma, {**gemma_options, "activation_checkpointing": "full"}, 40.34, gemma_note, _peak_bytes
         ),
-        "Gemma 4 31B, tp4 x pp2, 1 row a microbatch": Case(gemma, {**gemma_pp, "pp": 2}, None, rows, _peak),
+        "Gemma 4 31B, tp4 x pp2, 1 row a microbatch": Case(
+            gemma, {**gemma_pp, "pp": 2}, None, gemma_note, _peak_bytes
+        ),
         "Gemma 4 31B, tp4 x pp4 x dp2, 1 row a microbatch": Case(
-            gemma, {**gemma_pp, "pp": 4, "dp_shard": 2}, 29.18, rows, _peak
+            gemma, {**gemma_pp, "pp": 4, "dp_shard": 2}, 29.18, gemma_note, _peak_bytes
         ),
         "DeepSeek-V3 671B, tp8 x dp16": Case(
-            DEEPSEEK, {"tp": 8, "dp_shard": 16, "dtype": "bf16", "activation_checkpointing": "full"}, None, "", _peak
+            DEEPSEEK, {**deepseek_options, "dp_shard": 16}, None, "", _peak_bytes
         ),
         "DeepSeek-V3 671B, tp8 x dp128, 1,024 ranks": Case(
-            DEEPSEEK, {"tp": 8, "dp_shard": 128, "dtype": "bf16", "activation_checkpointing": "full"}, None, "", _peak
+            DEEPSEEK, {**deepseek_options, "dp_shard": 128}, None, "", _peak_bytes
         ),
     }  # fmt: skip
 

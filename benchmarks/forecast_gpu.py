@@ -52,7 +52,7 @@ _LIMIT = 480  # seconds after which no case starts
 _GRACE = 60.0  # seconds after the limit at which the process is ended
 _WORKERS = 6  # forecasts that run at the same time, each on one core
 _TOLERANCE = 0.05  # allowed relative difference of forecast and measurement
-_STD = 0.02
+_STD = 0.02  # standard deviation of random weights
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 32,
@@ -100,44 +100,47 @@ def _gemma(layers: int) -> dict[str, Any]:
 def cases() -> dict[str, Case]:
     """Return all cases by name."""
     modes = ("none", "full", "submodule", "selective")
-    step = {"dtype": "bf16", "seq": 4096}
-    full = {**step, "activation_checkpointing": "full"}
-    found = {
-        f"Llama 3.1 8B, 16 layers, {mode}": Case(_llama(16), {**step, "activation_checkpointing": mode})
+    options = {"dtype": "bf16", "seq": 4096}
+    full_checkpointing = {**options, "activation_checkpointing": "full"}
+    named_cases = {
+        f"Llama 3.1 8B, 16 layers, {mode}": Case(_llama(16), {**options, "activation_checkpointing": mode})
         for mode in modes
     }
-    found |= {
-        "Llama 3.1 8B, 32 layers, full": Case(_llama(32), full),
-        "Llama 3.1 8B, 16 layers, full logits in fp32": Case(_llama(16), {**full, "loss": "full", "batch": 2}),
-        "Llama 3.1 8B, tp4, 4 rows": Case(_llama(32), {**full, "tp": 4, "batch": 4}),
+    named_cases |= {
+        "Llama 3.1 8B, 32 layers, full": Case(_llama(32), full_checkpointing),
+        "Llama 3.1 8B, 16 layers, full logits in fp32": Case(
+            _llama(16), {**full_checkpointing, "loss": "full", "batch": 2}
+        ),
+        "Llama 3.1 8B, tp4, 4 rows": Case(_llama(32), {**full_checkpointing, "tp": 4, "batch": 4}),
         "Llama 3.1 8B, FSDP2 x 8, fp32, gathered in bf16": Case(
-            _llama(32), {**full, "dtype": "fp32", "param_dtype": "bf16", "dp_shard": 8, "batch": 2}
+            _llama(32), {**full_checkpointing, "dtype": "fp32", "param_dtype": "bf16", "dp_shard": 8, "batch": 2}
         ),
         "Llama 3.1 8B, tp2 x FSDP2 x 4, selective": Case(
-            _llama(32), {**step, "tp": 2, "dp_shard": 4, "activation_checkpointing": "selective", "batch": 2}
+            _llama(32),
+            {**options, "tp": 2, "dp_shard": 4, "activation_checkpointing": "selective", "batch": 2},
         ),
-        "phi-4, 8 layers, none": Case(_phi(8), {**step, "seq": 2048, "batch": 2}),
+        "phi-4, 8 layers, none": Case(_phi(8), {**options, "seq": 2048, "batch": 2}),
         "phi-4, FSDP2 x 8, full, 4 rows in 2 microbatches": Case(
-            _phi(40), {**full, "seq": 2048, "dp_shard": 8, "batch": 4, "microbatches": 2}
+            _phi(40), {**full_checkpointing, "seq": 2048, "dp_shard": 8, "batch": 4, "microbatches": 2}
         ),
-        "Gemma 4 31B, 6 layers, none": Case(_gemma(6), {**step, "optimizer": "sgd"}),
-        "Gemma 4 31B, 6 layers, full": Case(_gemma(6), full),
-        "Gemma 4 31B, tp4, 24 layers, full": Case(_gemma(24), {**full, "tp": 4}),
-        "Qwen3 30B-A3B, 6 layers, none": Case(_QWEN3_MOE, step),
-        "Qwen3 30B-A3B, 6 layers, full": Case(_QWEN3_MOE, full),
+        "Gemma 4 31B, 6 layers, none": Case(_gemma(6), {**options, "optimizer": "sgd"}),
+        "Gemma 4 31B, 6 layers, full": Case(_gemma(6), full_checkpointing),
+        "Gemma 4 31B, tp4, 24 layers, full": Case(_gemma(24), {**full_checkpointing, "tp": 4}),
+        "Qwen3 30B-A3B, 6 layers, none": Case(_QWEN3_MOE, options),
+        "Qwen3 30B-A3B, 6 layers, full": Case(_QWEN3_MOE, full_checkpointing),
     }
-    return found
+    return named_cases
 
 
 def shrink_case(case: Case) -> Case:
     """Return the case with small shapes, to try the script on a CPU."""
     kinds = case.model.get("layer_types")
-    small = {key: value for key, value in _TINY.items() if key in case.model or key == "pad_token_id"}
+    small_values = {key: value for key, value in _TINY.items() if key in case.model or key == "pad_token_id"}
     if kinds:
-        small["layer_types"] = ["sliding_attention", "full_attention"]
+        small_values["layer_types"] = ["sliding_attention", "full_attention"]
     if "global_head_dim" not in case.model:
-        small.pop("head_dim", None)
-    return Case({**case.model, **small}, {**case.options, "seq": 64})
+        small_values.pop("head_dim", None)
+    return Case({**case.model, **small_values}, {**case.options, "seq": 64})
 
 
 # ---------------------------------------------------------------------------------------------------------- the figures
@@ -242,11 +245,13 @@ def measure_nccl(device: torch.device, mesh: ParallelDims) -> Row:
 # ----------------------------------------------------------------------------------------------------------- the tables
 
 
-def comparison_part(found: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor) -> Part:
+def comparison_part(
+    cases_by_name: Mapping[str, Case], work: Path, device: torch.device, pool: ThreadPoolExecutor
+) -> Part:
     """Return the part that compares the forecast and the measurement of each case."""
     forecasts: dict[str, Future[Row]] = {}
     measurements = []
-    for number, (name, case) in enumerate(found.items()):
+    for number, (name, case) in enumerate(cases_by_name.items()):
         source = work / str(number)
         source.mkdir()
         (source / "config.json").write_text(json.dumps(case.model))
@@ -340,15 +345,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device cpu: full shapes require a GPU; add --tiny")
     device = select_device(options.device)
     substrings = [each for each in options.only.split(",") if each]
-    found = {name: case for name, case in cases().items() if not substrings or any(each in name for each in substrings)}
+    selected_cases = {
+        name: case for name, case in cases().items() if not substrings or any(each in name for each in substrings)
+    }
     if options.tiny:
-        found = {name: shrink_case(case) for name, case in found.items()}
+        selected_cases = {name: shrink_case(case) for name, case in selected_cases.items()}
         torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory(prefix="ckptx-bench-") as directory,
         ThreadPoolExecutor(min(_WORKERS, max(1, (os.cpu_count() or 2) // 2))) as pool,
     ):
-        tables = {"libraries": nccl_part(device), "steps": comparison_part(found, Path(directory), device, pool)}
+        tables = {
+            "libraries": nccl_part(device),
+            "steps": comparison_part(selected_cases, Path(directory), device, pool),
+        }
         benchmark = Benchmark("forecast_gpu", tables, describe_machine(device, is_tiny=options.tiny), options.results)
         with end_after(benchmark, Path(directory), options.limit + _GRACE):
             benchmark.run(options.limit)

@@ -1,4 +1,4 @@
-"""Measure the time of a forecast and of a search from the shell, and the memory of their largest process.
+"""Measure the time of `ckptx forecast` and of its layout search, and the memory of the largest process.
 
 python benchmarks/forecast_time.py [--results DIR] [NAME ...]
 """
@@ -21,6 +21,7 @@ from ckptx.runtime.training.recipe_file import read_recipe
 
 _MIB = 2**20
 _DEEPSEEK_OPTIONS = ("--tp", "8", "--dp-shard", "128", "--activation-checkpointing", "full")
+# Name -> model, options of `ckptx forecast`, target in seconds.
 CASES: Mapping[str, tuple[str, Sequence[str], float]] = {
     "Llama 3.1 8B, dp_shard 8": ("llama", ("--dp-shard", "8"), 15),
     "Gemma 4 31B, dp_shard 8": ("gemma", ("--dp-shard", "8", "--seq", "2048"), 15),
@@ -40,14 +41,14 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     model, options, target = CASES[name]
     command = [sys.executable, "-m", "ckptx", "forecast", str(directory / model), "--dtype", "bf16", *options]
     report = directory / "report.json"
-    seconds, peak = time_command([*command, "--report", str(report)])
+    seconds, peak_rss = time_command([*command, "--report", str(report)])
     document = json.loads(report.read_text())
-    rows = document.get("by_stage") or document["layouts"]
+    rows = document.get("by_stage") or document["layouts"]  # stages of a forecast, or layouts that a search found
     return {
         "case": name,
         "seconds": seconds,
         "target_seconds": target,
-        "peak_rss": peak,
+        "peak_rss": peak_rss,
         "results": len(rows),
         "candidates": document.get("tried", len(rows)),
         "peak": rows[0]["peak"],

@@ -50,9 +50,9 @@ _REPEATS = 5
 _LIMIT = 400  # seconds after which no case starts
 GRACE = 70.0  # seconds after the limit at which the process is ended
 _FREE_BYTES = 8 << 30  # free bytes of /dev/shm that the checkpoints require
-# Peak memory before and after in GB, as the authors of NeMo Automodel published it for their plan.
-_PUBLISHED = (51.93, 35.66)
-_DEFAULT, _OPTIMIZED = "default plan", "optimized plan"
+# Peak memory in GB with gathered and with sharded logits, as the authors of NeMo Automodel published it.
+_PUBLISHED_PEAKS = (51.93, 35.66)
+_DEFAULT, _OPTIMIZED = "default plan", "optimized plan"  # cases with gathered logits, and with sharded logits
 
 
 class Settings(NamedTuple):
@@ -122,10 +122,10 @@ def checkpointing_part(settings: Settings) -> Part:
         def measure() -> Row:
             shape = fit_layers(full_shape, settings.device)
             model = build_model(shape, settings.device)
-            wrapped = checkpoint_activations(model, mode)
+            num_wrapped = checkpoint_activations(model, mode)
             layers = sum(len(group) for group in layer_groups(model).values())
             row = measure_step(model, shape, settings.device, settings.repeats)
-            return row | {"model": shape.name, "mode": mode, "wrapped": wrapped, "layers": layers}
+            return row | {"model": shape.name, "mode": mode, "wrapped": num_wrapped, "layers": layers}
 
         return Case(f"{full_shape.name}, {mode}", measure)
 
@@ -160,13 +160,13 @@ def tensor_parallel_part(settings: Settings) -> Part:
     """Return the part that measures one of four TP ranks, with gathered logits (stock plan) and with sharded logits."""
     shape = llama_8b(4, is_tiny=settings.is_tiny)
 
-    def case(name: str, expected_logits: str, *, on_sequence: bool = False) -> Case:
+    def case(name: str, expected_logits: str, *, sequence_parallel: bool = False) -> Case:
         def measure() -> Row:
             with fake_process_group(0, _TP, settings.device):
                 mesh = init_device_mesh(settings.device.type, (_TP,), mesh_dim_names=("tp",))
                 model = build_model(shape, settings.device)
                 config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-                plan = find_plan(model, config, sequence_parallel=on_sequence)
+                plan = find_plan(model, config, sequence_parallel=sequence_parallel)
                 if expected_logits == "whole":
                     plan = dataclasses.replace(plan, sharded_head="")
                 apply_tensor_parallel(model, mesh, plan)
@@ -181,7 +181,7 @@ def tensor_parallel_part(settings: Settings) -> Part:
     cases = [
         case(_DEFAULT, "whole"),
         case(_OPTIMIZED, "sharded"),
-        case(f"{_OPTIMIZED}, sequence parallel", "sharded", on_sequence=True),
+        case(f"{_OPTIMIZED}, sequence parallel", "sharded", sequence_parallel=True),
     ]
     title = f"{shape.name}, rank 0 of TP={_TP} (fake group), forward and backward, full activation checkpointing, bf16"
     return Part(title, cases, columns, wrong_logits, _compare_published)
@@ -197,8 +197,12 @@ def wrong_logits(rows: list[Row]) -> list[str]:
 
 
 def _compare_published(rows: list[Row]) -> str:
-    before, after = _PUBLISHED
-    text = f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {before} -> {after} GB, {after - before:+.2f}."
+    """Return a note with the published peaks next to those of this run."""
+    published_gathered, published_sharded = _PUBLISHED_PEAKS
+    text = (
+        f"Published for Llama 3.1 8B, FSDP2 and TP=4 on eight GPUs: {published_gathered} -> "
+        f"{published_sharded} GB, {published_sharded - published_gathered:+.2f}."
+    )
     peaks = {row["case"]: row["peak_gib"] for row in rows}
     if _DEFAULT in peaks and _OPTIMIZED in peaks:
         gathered, sharded = peaks[_DEFAULT], peaks[_OPTIMIZED]

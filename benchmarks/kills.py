@@ -26,7 +26,8 @@ from ckptx.robustness_suite.surviving_steps import check_steps
 from tests.support import killed_ranks
 from tests.support.killed_ranks import SAVES, Kill
 
-_POINTS = (16, 4)  # number of kill points, by rank
+_NUM_KILL_POINTS = (16, 4)  # by rank
+# Save mode, and True if all ranks are killed.
 _VARIANTS = [(mode, all_ranks) for mode in SAVES for all_ranks in (False, True)]
 
 
@@ -47,8 +48,8 @@ def main() -> None:
         *(f"{mode}, {'all ranks' if is_all else 'one rank'}" for mode, is_all in _VARIANTS),
     )
     faults = [fault for row in rows for each in row["outcomes"] for fault in each["faults"]]
-    runs = len(rows) * len(_VARIANTS)
-    summary = f"{runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
+    num_runs = len(rows) * len(_VARIANTS)
+    summary = f"{num_runs} saves killed; {len(faults)} damaged the last complete step or prevented the next save.\n"
     title = "Saves of step 9 that are killed, with complete steps 3 and 6"
     publish(arguments.results, "kills", {"rows": rows, "faults": faults}, [table(title, columns, lines), summary])
     raise SystemExit(bool(faults))
@@ -64,18 +65,19 @@ def kill_at_all_points(work: Path) -> list[dict[str, Any]]:
         digests |= surviving.digests
     assert names["sync"] == names["async"]
     rows = []
-    for rank, count in enumerate(_POINTS):
+    for rank, count in enumerate(_NUM_KILL_POINTS):
         for point in select_kill_points(names["sync"][rank], count):
             row: dict[str, Any] = {"kind": operation_kind(point), "operation": point, "rank": rank, "outcomes": []}
             for mode, all_ranks in _VARIANTS:
                 root = work / f"{len(rows)}-{mode}-{all_ranks}"
-                codes, found = killed_ranks.run_killed_save(
+                exit_codes, remaining = killed_ranks.run_killed_save(
                     start, root, SAVES[mode], Kill(rank, point, all_ranks), digests
                 )
-                assert codes[rank] == -signal.SIGKILL, codes
+                assert exit_codes[rank] == -signal.SIGKILL, exit_codes
                 row["outcomes"].append({
-                    "mode": mode, "all_ranks": all_ranks, "exits": codes, "published": found.published,
-                    "latest": found.latest, "note": found.note, "hidden": found.hidden, "faults": found.violations,
+                    "mode": mode, "all_ranks": all_ranks, "exits": exit_codes, "published": remaining.published,
+                    "latest": remaining.latest, "note": remaining.note, "hidden": remaining.hidden,
+                    "faults": remaining.violations,
                 })  # fmt: skip
             print(f"  rank {rank}: {point}: {', '.join(map(_cell, row['outcomes']))}", file=sys.stderr)
             rows.append(row)

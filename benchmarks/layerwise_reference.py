@@ -55,13 +55,13 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
+def run_reference(path: Path, stages: int, num_batches: int) -> dict[str, Any]:
     """Run only the reference of a model in this process.
 
     Args:
         path: HF checkpoint of the model.
         stages: Number of stages in which the reference runs; 1 keeps the whole model in memory.
-        count: Number of batches.
+        num_batches: Number of batches.
 
     Returns:
         Number of parameters, peak RSS above the RSS before the run and its estimate in bytes, number of compared
@@ -80,7 +80,7 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
     process = RankContext(0, 1, torch.device("cpu"))
     loader = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
     facts = loader.inspect_model()
-    batches = loader.make_batches(facts, count)
+    batches = loader.make_batches(facts, num_batches)
     model, stacks = loader.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
     reference: Any = WholeReference(loader, batches, process, backward=True)
@@ -91,7 +91,7 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
         reference = OffloadedReference(
             loader, batches, process, partition_reference(model, stage_map, facts), backward=True
         )
-    base = peak_rss()
+    rss_before = peak_rss()
     outcome = reference.forward()
     digests = {f"logits {index}": _digest(each) for index, each in enumerate(outcome.result.logits)}
     digests["loss"] = outcome.result.loss.hex()
@@ -99,13 +99,13 @@ def run_one(path: Path, stages: int, count: int) -> dict[str, Any]:
     for gradients in reference.gradients():
         digests |= {each.name: f"{_digest(each.tensor)} {each.noise!r}" for each in gradients}
         del gradients  # as verify does
-    text = json.dumps(digests, sort_keys=True)
+    digests_json = json.dumps(digests, sort_keys=True)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
-        "peak": peak_rss() - base,
+        "peak": peak_rss() - rss_before,
         "estimate": estimate,
         "tensors": len(digests),
-        "digest": hashlib.sha256(text.encode()).hexdigest(),
+        "digest": hashlib.sha256(digests_json.encode()).hexdigest(),
         "seconds": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
     }
 
@@ -117,7 +117,7 @@ def _digest(tensor: Any) -> str:
 
 
 def run_in_process(path: Path, stages: int, batches: int) -> dict[str, Any]:
-    """Call `run_one` in a separate process."""
+    """Call `run_reference` in a separate process."""
     command = [sys.executable, __file__, "--work", str(path), "--stages", str(stages), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     outcome: dict[str, Any] = json.loads(
@@ -135,26 +135,26 @@ def main() -> None:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        print(json.dumps(run_one(arguments.work, arguments.stages, arguments.batches)))
+        print(json.dumps(run_reference(arguments.work, arguments.stages, arguments.batches)))
         return
     rows: list[dict[str, Any]] = []
     for name, config in _MODELS.items():
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
             for batches in (count for model, count in _RUNS if model == name):
-                resident = None
+                unsplit = None  # outcome with one stage
                 for stages in _RUNS[name, batches]:
                     outcome = run_in_process(Path(directory), stages, batches)
-                    resident = resident or outcome
+                    unsplit = unsplit or outcome
                     rows.append(
                         {
                             "model": name,
                             "batches": batches,
                             "stages": stages,
                             **outcome,
-                            "relative_peak": outcome["peak"] / resident["peak"],
-                            "is_equal": outcome["digest"] == resident["digest"],
-                            "relative_time": outcome["seconds"] / resident["seconds"],
+                            "relative_peak": outcome["peak"] / unsplit["peak"],
+                            "is_equal": outcome["digest"] == unsplit["digest"],
+                            "relative_time": outcome["seconds"] / unsplit["seconds"],
                         }
                     )
                     print(rows[-1], file=sys.stderr)

@@ -25,8 +25,8 @@ from measure import CKPTX, HERE, free_memory_meanwhile, parse_arguments, publish
 
 TP = 4
 _RANK = 1  # rank whose loads are timed; the norms are in the file of rank 0
-_SLACK = 200 << 20  # bytes of memory that a rank may use in addition to its shards
-_READ_AROUND = 6 << 10  # bytes that it may read around a tensor, for the records of its archive
+_MEMORY_MARGIN = 200 << 20  # bytes of memory that a rank may use in addition to its shards
+_READ_MARGIN = 6 << 10  # bytes that it may read in addition to each tensor, for the records of its archive
 _METHODS = {
     "ckptx": "`ckptx.runtime.load`",
     "stock": "stock `dcp.load`",
@@ -34,7 +34,7 @@ _METHODS = {
 }
 
 
-def tiny() -> Model:
+def tiny_llama() -> Model:
     """Return a Llama with every dimension divided by 32."""
     model = llama(2)
     config = dict(model.config)
@@ -50,12 +50,19 @@ def write_checkpoints(root: Path, model: Model) -> None:
     time_command([*CKPTX, "reshard", str(root / "hf"), str(root / "dcp"), "--to", "dcp", "--tp", str(TP)])
 
 
-def load_in_process(warm: Path, source: Path, rank: int, *methods: str) -> list[dict[str, Any]]:
-    """Run load_rank.py in a separate process, and return its rows."""
+def load_in_process(warmup: Path, source: Path, rank: int, *methods: str) -> list[dict[str, Any]]:
+    """Run load_rank.py in a separate process, and return its rows, one for each method.
+
+    Args:
+        warmup: Directory of the tiny checkpoints that each method loads first.
+        source: Directory of the checkpoints to load.
+        rank: Rank that loads.
+        *methods: Keys of `_METHODS`.
+    """
     jobs = [
         each for method in methods for each in (method, str(source / ("hf" if method == "transformers" else "dcp")))
     ]
-    command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warm), *jobs]
+    command = [sys.executable, str(HERE / "load_rank.py"), str(TP), str(rank), str(warmup), *jobs]
     process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     rows: list[dict[str, Any]] = json.loads(process.stdout)
     return rows
@@ -76,14 +83,14 @@ def check(rows: list[dict[str, Any]], rank: int, metadata_bytes: int) -> None:
     if len({row["digest"] for row in rows}) != 1:
         raise SystemExit(f"rank {rank} has different bytes from {' and '.join(row['method'] for row in rows)}")
     row = next(row for row in rows if row["method"] == "ckptx")
-    others = [name for name in row["files"] if not _may_open(name, rank)]
-    if others or f"__{rank}_0.distcp" not in row["files"]:
+    unexpected_files = [name for name in row["files"] if not _may_open(name, rank)]
+    if unexpected_files or f"__{rank}_0.distcp" not in row["files"]:
         raise SystemExit(
             f"rank {rank} opened {', '.join(row['files'])}; expected only its own files and those of rank 0"
         )
-    if row["read"] > row["needed"] + metadata_bytes + _READ_AROUND * row["tensors"]:
+    if row["read"] > row["needed"] + metadata_bytes + _READ_MARGIN * row["tensors"]:
         raise SystemExit(f"rank {rank} read {row['read']} bytes for shards of {row['needed']} bytes")
-    if row["memory_growth"] > row["needed"] + _SLACK:
+    if row["memory_growth"] > row["needed"] + _MEMORY_MARGIN:
         raise SystemExit(f"rank {rank} used {row['memory_growth']} bytes of memory for shards of {row['needed']} bytes")
 
 
@@ -135,28 +142,28 @@ def main() -> None:
         sys.argv.remove("--tiny")
     arguments = parse_arguments(__doc__, ("load",))
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
-        warm = source = Path(directory, "tiny")
-        write_checkpoints(warm, tiny())
+        warmup = source = Path(directory, "tiny")
+        write_checkpoints(warmup, tiny_llama())
         if not is_tiny:
             source = Path(directory, "llama")
             write_checkpoints(source, llama(10))
         metadata_bytes = sum((source / "dcp" / name).stat().st_size for name in (".metadata", "config.json"))
         ranks = []
         for rank in range(2 if is_tiny else TP):
-            rows = load_in_process(warm, source, rank, *(_METHODS if is_tiny else ("ckptx",)))
+            rows = load_in_process(warmup, source, rank, *(_METHODS if is_tiny else ("ckptx",)))
             check(rows, rank, metadata_bytes)
             ranks.append({"rank": rank, **summarize("ckptx", rows[:1])})
         rounds_by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in _METHODS}
-        for turn in range(0 if is_tiny else arguments.rounds + 1):
+        for round_number in range(0 if is_tiny else arguments.rounds + 1):
             rows = []
             for method in _METHODS:
                 with free_memory_meanwhile(1 << 30):
-                    rows += load_in_process(warm, source, _RANK, method)
+                    rows += load_in_process(warmup, source, _RANK, method)
             check(rows, _RANK, metadata_bytes)
-            for row in rows if turn else ():
+            for row in rows if round_number else ():
                 rounds_by_method[row["method"]].append(row)
                 print(
-                    f"  round {turn}: {row['method']}: {row['seconds']} s, {row['memory_growth'] >> 20} MiB",
+                    f"  round {round_number}: {row['method']}: {row['seconds']} s, {row['memory_growth'] >> 20} MiB",
                     file=sys.stderr,
                 )
         summaries = [summarize(method, rows) for method, rows in rounds_by_method.items() if rows]

@@ -2,8 +2,8 @@
 
 METHOD is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "transformers"
 (`from_pretrained` of the whole model, from which the rank takes its shards). Only this rank exists: a fake process
-group stands for the others. Each method first loads a tiny model at WARM, so that imports do not count; then the time
-runs from a model on the meta device to a model with all its weights.
+group stands for the others. Before each measurement, its method loads a tiny model at WARM, so that imports do not
+count. The time is from a model on the meta device to a model with all its weights.
 
 The output is a JSON list: tensors; bytes that the rank needs; bytes from read calls (mapped files do not count); files
 that it opened; its largest growth of memory; seconds; a digest of the loaded weights.
@@ -49,9 +49,9 @@ def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
 
 def read_proc(file: str, field: str) -> int:
     """Return the value of a field of a file of /proc/self; a value in kB is converted to bytes."""
-    found = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << (10 if found[2] else 0)
+    match = re.search(rf"^{field}:\s+(\d+)( kB)?$", Path("/proc/self", file).read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << (10 if match[2] else 0)
 
 
 def load_with_ckptx(path: Path, model: nn.Module, layout: TensorParallelLayout) -> nn.Module:
@@ -75,8 +75,8 @@ def load_with_transformers(path: Path, model: nn.Module, layout: TensorParallelL
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             (region,) = layout.local_regions(name) or ()
-            part = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
-            _local(tensor).copy_(full_state[name][part])
+            slices = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
+            _local(tensor).copy_(full_state[name][slices])
     return model
 
 
@@ -88,7 +88,7 @@ METHODS: dict[str, Callable[[Path, nn.Module, TensorParallelLayout], nn.Module]]
 
 
 def load_and_measure(method: str, path: Path, mesh: DeviceMesh) -> dict[str, object]:
-    """Load the shards of this rank with one method.
+    """Load the shards of this rank with one method, and return its figures.
 
     Returns:
         Bytes needed and read, opened files, growth of the RSS in bytes, seconds, and a digest of the weights.
@@ -99,7 +99,7 @@ def load_and_measure(method: str, path: Path, mesh: DeviceMesh) -> dict[str, obj
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
     _opened_files.clear()
-    resident, read, start = read_proc("status", "VmRSS"), read_proc("io", "rchar"), time.perf_counter()
+    resident_before, read, start = read_proc("status", "VmRSS"), read_proc("io", "rchar"), time.perf_counter()
     model = METHODS[method](path, model, layout)
     seconds, read, peak = time.perf_counter() - start, read_proc("io", "rchar") - read, read_proc("status", "VmHWM")
     files = sorted({each.name for each in _opened_files if each.parent == path and each.exists()})
@@ -109,7 +109,7 @@ def load_and_measure(method: str, path: Path, mesh: DeviceMesh) -> dict[str, obj
         "needed": needed,
         "read": read,
         "files": files,
-        "memory_growth": peak - resident,
+        "memory_growth": peak - resident_before,
         "seconds": round(seconds, 3),
         "digest": digest_of(model),
     }

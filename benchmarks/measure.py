@@ -1,9 +1,9 @@
 """Time commands as whole processes, in rounds, against `cp -r` of the same round, and write the tables.
 
-Every round runs every command once, in turn, so that a drift of the machine affects all of them; the first round does
-not count. On a RAM disk each command is compared with a `cp -r` immediately before it, with the same amount of memory
-in use, and both get memory that was in use a moment ago (`free_memory.py`): otherwise, on a virtual machine, every
-command of more than two seconds would pay for getting memory back from the host.
+Every round runs every command once, so that a slow phase of the machine affects all of them; the first round is a
+warm-up and does not count. On a RAM disk each command is compared with a `cp -r` immediately before it, with the same
+amount of memory in use, and both get memory that was in use a moment ago (`free_memory.py`): otherwise, on a virtual
+machine, every command of more than two seconds would pay for getting memory back from the host.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Row:
         name: Name in the table.
         seconds: Wall time of each round.
         ratios: Wall time of each round relative to the `cp -r` before it; empty if nothing was copied.
-        peak: Largest peak RSS in bytes.
+        peak_rss: Largest peak RSS of all rounds, in bytes.
     """
 
     name: str
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    peak: int = 0
+    peak_rss: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """Return medians and extremes of the rounds for the JSON file."""
@@ -79,7 +79,7 @@ class Row:
             "min": round(min(self.seconds), 3),
             "max": round(max(self.seconds), 3),
             "ratio_to_cp": round(statistics.median(self.ratios), 3) if self.ratios else None,
-            "peak_rss_mib": round(self.peak / 2**20, 1),
+            "peak_rss_mib": round(self.peak_rss / 2**20, 1),
             "rounds": len(self.seconds),
         }
 
@@ -119,29 +119,30 @@ def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row
     """Time all steps in rounds, and return a row for each.
 
     Args:
-        steps: Steps in order. The others are compared with the first; on a RAM disk it runs before each of them.
+        steps: Steps in order. The first is a copy, with which the others are compared; on a RAM disk it runs before
+            each of them.
         rounds: Number of timed rounds.
-        nbytes: Bytes that a step writes to a RAM disk; 0 for another disk.
+        nbytes: Bytes that a step writes to a RAM disk; 0 if it writes to another disk.
     """
     rows = {step.name: Row(step.name) for step in steps}
-    copy = steps[0]
+    copy_step = steps[0]
     if nbytes:
-        steps = [each for step in steps[1:] for each in (copy, step)]
-    for turn in range(rounds + 1):
+        steps = [each for step in steps[1:] for each in (copy_step, step)]
+    for round_number in range(rounds + 1):
         copy_seconds = 0.0
         for step in steps:
             row = rows[step.name]
             seconds, peak = time_command(step.command, nbytes)
-            for check in step.checks if not turn else ():
+            for check in step.checks if not round_number else ():
                 time_command(check)
             if not step.keep:
                 shutil.rmtree(step.output)
-            copy_seconds = seconds if step is copy else copy_seconds
-            if turn:  # the first round warms up pages and caches
+            copy_seconds = seconds if step is copy_step else copy_seconds
+            if round_number:  # the first round warms up pages and caches
                 row.seconds.append(seconds)
                 row.ratios.append(seconds / copy_seconds)
-                row.peak = max(row.peak, peak)
-            print(f"  round {turn}: {step.name}: {seconds:.2f} s, {peak / 2**20:.0f} MiB", file=sys.stderr)
+                row.peak_rss = max(row.peak_rss, peak)
+            print(f"  round {round_number}: {step.name}: {seconds:.2f} s, {peak / 2**20:.0f} MiB", file=sys.stderr)
         for step in steps:
             if step.keep:
                 shutil.rmtree(step.output)

@@ -121,11 +121,11 @@ def time_planning(work: Path, rounds: int) -> list[dict[str, Any]]:
         nbytes = write_checkpoint(source, deepseek(layers), shards=163 * layers // 61, sparse=True)
         command = [*_RESHARD, str(source), str(work / "none"), "--to", "dcp", *_TP8_PP16_DP8, "--dry-run"]
         row = Row("")
-        for turn in range(rounds + 1):
+        for round_number in range(rounds + 1):
             seconds, peak = time_command([*command, "--report", str(report)])
-            if turn:
+            if round_number:
                 row.seconds.append(seconds)
-                row.peak = max(row.peak, peak)
+                row.peak_rss = max(row.peak_rss, peak)
         document, times = json.loads(report.read_text()), row.to_dict()
         assert len(document["ranks"]) == 1024
         rows.append(

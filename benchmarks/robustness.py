@@ -2,8 +2,8 @@
 
     python benchmarks/robustness.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
-Each row is one command; after a resume, each rank is a new interpreter. Memory is the peak of the largest process.
-Large recipes have few and narrow layers, as the comments in their files explain, and save earlier.
+Each row is one command; a resumed run has new processes for its ranks. Memory is the peak RSS of the largest process.
+Recipes of large models run with few and narrow layers, as the comments in their files explain, and save earlier.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run_case(name: str, work: Path) -> Row:
         "compared": sum(oracle["compared"] for phase in report["phases"] for oracle in phase["checks"]),
         "differing": report["differing"], "seconds": round(report["seconds"], 1),
         "peak_rss": _peak_rss(report, work / "out"),
-        "noise": {kind: max(found.values()) for kind, found in noise.items()},
+        "noise": {kind: max(values.values()) for kind, values in noise.items()},
     }  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def _cells(row: Row) -> Sequence[str]:
     )  # fmt: skip
 
 
-def _join(found: Sequence[int]) -> str:
-    return ", ".join(map(str, found))
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/run_memory.py [--other CHECKOUT] [--runs 50] [--ram /dev/shm] [--results DIR]
 
 The model is a Llama of 317 M parameters, stored in bfloat16, at tp2. Rank 0 has the whole reference: its weights and as
-many gradients; the last column is the memory beyond these. CHECKOUT is another directory of ckptx, which is measured
-for comparison.
+many gradients; the last column is the memory beyond these. CHECKOUT is another checkout of ckptx, which is measured for
+comparison.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def main() -> None:
     if arguments.work is not None:
         threads_on_rank(arguments.work / "tiny", arguments.runs, arguments.work / "threads.json")
         return
-    roots = {} if arguments.other is None else {"before": arguments.other.resolve(strict=True)}
+    other_roots = {} if arguments.other is None else {"before": arguments.other.resolve(strict=True)}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         model = Path(directory) / "HF"
         subprocess.run([sys.executable, "-c", _MODEL, str(model)], check=True)
-        for case, (options, width) in _CASES.items():
-            for checkout, root in {**roots, "now": HERE.parent}.items():
-                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * width
+        for case, (options, bytes_per_parameter) in _CASES.items():
+            for checkout, root in {**other_roots, "now": HERE.parent}.items():
+                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * bytes_per_parameter
                 rows.append(
                     {
                         "case": case,

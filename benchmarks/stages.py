@@ -91,11 +91,12 @@ def run_schedules(names: Sequence[str], *, with_images: bool = False) -> list[di
             row: dict[str, Any] = {"model": name, "schedule": schedule}
             try:
                 image_rows = image_microbatches(name) if with_images else None
-                found = pool.run(run_one_step, 2, name, schedule, MICROBATCHES, image_rows)
+                results_of_ranks = pool.run(run_one_step, 2, name, schedule, MICROBATCHES, image_rows)
                 row |= {
-                    "logits_equal": all(each[0] for each in found) and sum(each[2] for each in found) == MICROBATCHES,
-                    "gradients": max(each[1] for each in found),
-                    "loss": max(each[3] for each in found),
+                    "logits_equal": all(each[0] for each in results_of_ranks)
+                    and sum(each[2] for each in results_of_ranks) == MICROBATCHES,
+                    "gradients": max(each[1] for each in results_of_ranks),
+                    "loss": max(each[3] for each in results_of_ranks),
                 }
             except WorkerError as error:
                 causes = re.findall(r"^\w+Error: ([^.(]*)", str(error), re.MULTILINE)
@@ -112,8 +113,8 @@ def format_values(boundary_values: Sequence[str]) -> str:
     Example:
         "argument 0, 2 x `position_bias`"
     """
-    found = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in boundary_values)
-    counts = Counter(f"argument {each}" if each.isdecimal() else each for each in found)
+    names = (re.sub(r"^.*?\((.*?)(\[.*)?\).*$", r"\1", each) for each in boundary_values)
+    counts = Counter(f"argument {each}" if each.isdecimal() else each for each in names)
     return ", ".join(f"{count} x `{name}`" if count > 1 else f"`{name}`" for name, count in counts.items())
 
 
@@ -126,29 +127,29 @@ def format_cell(row: dict[str, Any]) -> str:
 
 def group_by_model(rows: Sequence[dict[str, Any]], key: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Group rows by model, then by split or schedule."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    grouped: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["model"], {})[row[key]] = row
-    return found
+        grouped.setdefault(row["model"], {})[row[key]] = row
+    return grouped
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Count the rows, and those with equal logits, and find the largest relative difference of a gradient."""
-    run = [row for row in rows if "error" not in row]
+    finished = [row for row in rows if "error" not in row]
     return {
         "cases": len(rows),
-        "run": len(run),
-        "logits_equal": sum(row["logits_equal"] for row in run),
-        "gradients": max((row["gradients"] for row in run), default=0.0),
+        "run": len(finished),
+        "logits_equal": sum(row["logits_equal"] for row in finished),
+        "gradients": max((row["gradients"] for row in finished), default=0.0),
     }
 
 
 def summary_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the summary as one line of text."""
-    found = summary(rows)
+    counts = summary(rows)
     return (
-        f"{found['cases']} {name}: {found['run']} run, logits bit-equal in {found['logits_equal']}; the largest "
-        f"relative difference of a gradient is {found['gradients']:.1e}.\n"
+        f"{counts['cases']} {name}: {counts['run']} run, logits bit-equal in {counts['logits_equal']}; the largest "
+        f"relative difference of a gradient is {counts['gradients']:.1e}.\n"
     )
 
 
@@ -163,13 +164,13 @@ def build_tables(part: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         "image_schedules": "Gradients of such microbatches on two gloo ranks, two or four stages, fp32",
     }
     is_split = "split" in rows[0]
-    lines, found = [], group_by_model(rows, "split" if is_split else "schedule")
-    for name, each in found.items():
-        line = [name, *(format_cell(each[split]) for split in (SPLITS if is_split else SCHEDULES))]
+    lines, rows_by_model = [], group_by_model(rows, "split" if is_split else "schedule")
+    for name, model_rows in rows_by_model.items():
+        line = [name, *(format_cell(model_rows[split]) for split in (SPLITS if is_split else SCHEDULES))]
         if part == "splits":
-            line.append("; ".join(map(format_values, each["three"].get("boundary_values", []))))
+            line.append("; ".join(map(format_values, model_rows["three"].get("boundary_values", []))))
         if part == "images":
-            line.insert(1, ", ".join(map(str, each["three"]["images"])))
+            line.insert(1, ", ".join(map(str, model_rows["three"]["images"])))
         lines.append(tuple(line))
     columns = [f"gradients: {split.replace('|', 'then')}" for split in SPLITS] if is_split else list(SCHEDULES)
     if part == "splits":

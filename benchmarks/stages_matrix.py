@@ -26,13 +26,13 @@ _RECIPES = (
     "llama-tied", "qwen3", "gemma3", "gemma3-vlm", "gemma4", "gemma4-ple", "gemma4-shared-kv", "gemma4-vlm", "mixtral",
     "qwen3-moe", "phi3",
 )  # fmt: skip
-MODELS = tuple(f"{name} {how}" for name in _RECIPES for how in ("tied", "untied"))
+MODELS = tuple(f"{name} {head}" for name in _RECIPES for head in ("tied", "untied"))
 LAYERS = 4
-ALL = {"tp": 2, "pp": 2, "dp_shard": 2}
+_ALL_AXES = {"tp": 2, "pp": 2, "dp_shard": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "all": ALL,
-    "all, full": {**ALL, "activation_checkpointing": "full"},
-    "all, selective": {**ALL, "activation_checkpointing": "selective"},
+    "all": _ALL_AXES,
+    "all, full": {**_ALL_AXES, "activation_checkpointing": "full"},
+    "all, selective": {**_ALL_AXES, "activation_checkpointing": "selective"},
     "bf16, pp 2": {"tp": 1, "pp": 2, "dp_shard": 1, "compute_dtype": "auto"},
     "bf16, tp 2 x pp 2": {"tp": 2, "pp": 2, "dp_shard": 1, "compute_dtype": "auto"},
 }
@@ -70,21 +70,21 @@ def write_model(name: str, work: Path, *, is_stored_in_bf16: bool) -> Path:
 
     path = work / f"{name.replace(' ', '-')}{'-bf16' if is_stored_in_bf16 else ''}"
     if not path.exists():
-        recipe, how = name.split()
+        recipe, head = name.split()
         model: Any = build_deep_model(recipe, LAYERS)
         for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = how == "tied"
+            config.tie_word_embeddings = head == "tied"
         model = randomize(type(model)(model.config).float()).eval()
         weights = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
-        assert (weights[0] is weights[1]) == (how == "tied"), name
+        assert (weights[0] is weights[1]) == (head == "tied"), name
         (model.bfloat16() if is_stored_in_bf16 else model).save_pretrained(path)
     return path
 
 
 def is_within_tolerance(row: dict[str, Any]) -> bool:
     """Return True if all differences are within tolerance and as many layers are checkpointed as without stages."""
-    wrapped = row.get("unsplit_checkpointed_layers")
-    return row.get("exit") == 0 and (wrapped is None or row["checkpointed_layers"] == wrapped > 0)
+    expected_layers = row.get("unsplit_checkpointed_layers")
+    return row.get("exit") == 0 and (expected_layers is None or row["checkpointed_layers"] == expected_layers > 0)
 
 
 def format_cell(row: dict[str, Any]) -> str:

@@ -3,9 +3,9 @@
     python benchmarks/trainers.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
 A row is one command, `ckptx robustness RECIPE`, on a copy of the recipes with that line changed. The scripts do not use
-ckptx, so that only their checkpoints can show the mistake. The scripts are those of the package, and three that differ
-from them: `benchmarks/injected/external`. A mistake is found if the phase that can detect it fails, and if the cause in
-the last line is right or reported as unknown.
+ckptx, and therefore only their checkpoints can show the mistake. They are those of the package, and three others in
+`benchmarks/injected/external`. A mistake is identified if the phase that can detect it fails, and if the cause in the
+last line is right or reported as unknown.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from benchmarks.injected.external_trainers import EXTERNAL
 from benchmarks.injected.trainers import MISTAKES, SCRIPTS, inject_into
 from ckptx.robustness_suite.external_trainer import BUILT_IN_RECIPES
 
-ALL = {**MISTAKES, **external_trainers.MISTAKES}
+MISTAKES_BY_RECIPE = {**MISTAKES, **external_trainers.MISTAKES}  # recipe -> name -> mistake
 Row = dict[str, Any]
 
 
 def main() -> None:
     """Run the commands, and write trainers.json and trainers.md; exit with 1 if a mistake is not identified."""
-    names = [f"{recipe}:{mistake_name}" for recipe, found in ALL.items() for mistake_name in ("none", *found)]
+    names = [
+        f"{recipe}:{mistake_name}"
+        for recipe, mistakes in MISTAKES_BY_RECIPE.items()
+        for mistake_name in ("none", *mistakes)
+    ]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"commands to run: {', '.join(names)} [default: all]")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
@@ -59,7 +63,7 @@ def run_trainer(recipe: str, mistake_name: str, work: Path) -> Row:
     """Run `ckptx robustness` on a trainer with a mistake ("none": unchanged), and return the figures of its report."""
     recipes = work / "recipes"
     shutil.copytree(BUILT_IN_RECIPES if recipe in MISTAKES else EXTERNAL, recipes)
-    mistake = ALL[recipe].get(mistake_name)
+    mistake = MISTAKES_BY_RECIPE[recipe].get(mistake_name)
     if mistake is not None:
         inject_into(recipes / (f"scripts/{SCRIPTS[recipe]}" if recipe in MISTAKES else f"{recipe}.py"), mistake)
     command = [*CKPTX, "robustness", str(recipes / f"{recipe}.yaml"), "--out", str(work / "out"), "--json"]

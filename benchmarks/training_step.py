@@ -66,26 +66,26 @@ class Shape(NamedTuple):
 
     Attributes:
         name: Name in tables.
-        make: Config class.
-        values: Arguments of the config class.
+        config_class: Class of the config.
+        values: Arguments of `config_class`.
         batch_size: Sequences per batch.
         sequence_length: Tokens per sequence.
         period: Number of layers after which the pattern of layer types repeats.
-        unfused: Layers per period whose heads may be too wide for fused attention, so that scores are stored.
+        unfused_layers: Layers per period whose heads may be too wide for fused attention, so that scores are stored.
     """
 
     name: str
-    make: Callable[..., Any]
+    config_class: Callable[..., Any]
     values: dict[str, Any]
     batch_size: int
     sequence_length: int
     period: int = 1
-    unfused: int = 0
+    unfused_layers: int = 0
 
     @property
     def config(self) -> Any:
         """A new config object."""
-        return self.make(**self.values)
+        return self.config_class(**self.values)
 
 
 def llama_from(values: dict[str, Any], *, is_tiny: bool) -> Shape:
@@ -138,7 +138,7 @@ def max_layers(shape: Shape, memory: float) -> int:
         shape.batch_size * config.num_attention_heads * shape.sequence_length**2 * 10
     )  # fp32, bf16, and the gradient
     layer_bytes = 4 * layer_parameters / config.num_hidden_layers + saved_bytes  # a parameter and its gradient in bf16
-    group_bytes = shape.period * layer_bytes + shape.unfused * score_bytes
+    group_bytes = shape.period * layer_bytes + shape.unfused_layers * score_bytes
     fixed_bytes = 4 * other_parameters + tokens * config.vocab_size * 18  # logits in bf16, and fp32 copies in the loss
     max_groups = config.num_hidden_layers // shape.period
     return shape.period * max(1, min(max_groups, int((memory - fixed_bytes) / group_bytes)))
@@ -176,8 +176,8 @@ def measure_step(model: nn.Module, shape: Shape, device: torch.device, repeats: 
         output = model(**batch)
         logits = "sharded" if hasattr(output.logits, "placements") else "whole"
         output.loss.backward()
-        found: torch.Tensor = output.loss.detach()
-        return found
+        loss: torch.Tensor = output.loss.detach()
+        return loss
 
     step()
     model.zero_grad(set_to_none=True)

@@ -3,7 +3,8 @@
     python tools/build_fixtures.py
 
 `torch.distributed.checkpoint.save` writes `fixtures/dcp/<name>/`; `fixtures/dcp/<name>.safetensors` contains the same
-tensors, row-major. The script does not use ckptx, so that tests compare its readers with what users' trainers write.
+tensors as contiguous arrays. The script does not use ckptx, because tests compare the readers of ckptx with what torch
+and safetensors write.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ WORLD_SIZE = 3
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return a tensor of random numbers from a normal distribution."""
     return torch.randn(shape).to(dtype)
 
 
-def raw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return random bytes as a tensor: every bit pattern is a valid value of these dtypes, NaN included."""
+def random_bits(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return random bytes as a tensor: every bit pattern is a valid value of the dtypes here, NaN included."""
     nbytes = torch.empty(shape, dtype=dtype).nbytes
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def single_process() -> dict[str, dict[str, Any]]:
+def single_process_states() -> dict[str, dict[str, Any]]:
     """Return the state dicts that one process saves, by name of the checkpoint."""
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
     integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64)
@@ -63,13 +65,13 @@ def single_process() -> dict[str, dict[str, Any]]:
             "columns": random(4, 1).expand(4, 3),
             "all": random().expand(2, 2),
         },
-        "fp8": {str(dtype).removeprefix("torch."): raw(4, 6, dtype=dtype) for dtype in fp8},
+        "fp8": {str(dtype).removeprefix("torch."): random_bits(4, 6, dtype=dtype) for dtype in fp8},
         "kinds": {
             "bool": torch.tensor([[True, False, True]]),
             "complex64": torch.randn(3, 2, dtype=torch.complex64),
             "float64": random(5, dtype=torch.float64),
             "float16": random(2, 2, 2, 2, 2, dtype=torch.float16),
-            **{str(dtype).removeprefix("torch."): raw(3, 5, dtype=dtype) for dtype in integers},
+            **{str(dtype).removeprefix("torch."): random_bits(3, 5, dtype=dtype) for dtype in integers},
         },
         "empty": {
             "scalar": torch.tensor(3.5),
@@ -84,11 +86,11 @@ def single_process() -> dict[str, dict[str, Any]]:
             "rng": {"state": torch.arange(5, dtype=torch.uint8), "name": "philox"},
             "tensors": [random(2), random(3)],
         },
-        "trainer": trainer(),
+        "trainer": trainer_state(),
     }
 
 
-def trainer() -> dict[str, Any]:
+def trainer_state() -> dict[str, Any]:
     """Return the state after one step of AdamW, as FSDP2 trainers save it."""
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -109,20 +111,25 @@ def flatten(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     return flat
 
 
-def expect(name: str, tensors: dict[str, torch.Tensor]) -> None:
+def write_expected(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Write the expected tensors of a checkpoint as safetensors."""
     save_file({key: value.detach().clone().contiguous() for key, value in tensors.items()}, f"{name}.safetensors")
     os.chmod(f"{name}.safetensors", 0o644)
 
 
 def save(name: str, state: dict[str, Any], threads: int = 1) -> None:
-    """Save a state dict as a DCP, and its expected tensors."""
+    """Save a state dict as a DCP with one file per thread, and its expected tensors."""
     dcp_save(state, storage_writer=FileSystemWriter(name, thread_count=threads), no_dist=True)
-    expect(name, flatten(state))
+    write_expected(name, flatten(state))
 
 
-def sharded(rank: int, store: str) -> None:
-    """Save tensors with uneven shards, including a rank without rows."""
+def save_sharded(rank: int, store: str) -> None:
+    """Save tensors with uneven shards, one of which a rank lacks; every rank of `WORLD_SIZE` runs this.
+
+    Args:
+        rank: Global rank of this process.
+        store: File through which the processes find each other; it must not exist.
+    """
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     torch.manual_seed(5)
@@ -134,7 +141,7 @@ def sharded(rank: int, store: str) -> None:
     state["replicated"] = full["replicated"] = torch.arange(4.0)
     dcp_save(state, storage_writer=FileSystemWriter("sharded"))
     if rank == 0:
-        expect("sharded", full)
+        write_expected("sharded", full)
     dist.destroy_process_group()
 
 
@@ -144,11 +151,11 @@ def main() -> None:
     ROOT.mkdir(parents=True)
     os.chdir(ROOT)  # torch stores the path of the checkpoint in it, and a relative path does not reveal the machine
     torch.manual_seed(0)
-    for name, state in single_process().items():
+    for name, state in single_process_states().items():
         save(name, state)
     save("two_files", {f"layer.{i}": random(3, i + 1) for i in range(5)}, threads=2)
     with tempfile.TemporaryDirectory() as store:
-        spawn(sharded, args=(f"{store}/store",), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]  # torch's
+        spawn(save_sharded, args=(f"{store}/store",), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]  # torch's
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Two tensor-parallel ranks save `fixtures/megatron/torch_dist/`; `fixtures/megatron/torch_dist.safetensors` contains the
 tensors that megatron-core reads from it. The script does not use ckptx. It runs without a GPU: it replaces the two CUDA
-calls of megatron's writer, which would have nothing to wait for.
+functions that megatron's writer calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TARGET = "torch_dist"
 WORLD_SIZE = 2
 
 
-def build() -> dict[str, Any]:
-    """Return the sharded state dict of a GPT of two layers, with one optimizer state under the trainer's name."""
+def build_state() -> dict[str, Any]:
+    """Return the sharded state dict of a GPT with two layers, the `exp_avg` of one parameter, and an iteration."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,12 +68,12 @@ def main() -> None:
         shutil.rmtree(TARGET, ignore_errors=True)
         os.mkdir(TARGET)
     dist.barrier()
-    dist_checkpointing.save(build(), TARGET)
+    dist_checkpointing.save(build_state(), TARGET)
     dist.barrier()
     tensors = dist_checkpointing.load_plain_tensors(TARGET)
     if dist.get_rank() == 0:
         plain = {name: value.contiguous() for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-        save_file(plain, f"{TARGET}.safetensors")  # without the contents of common.pt
+        save_file(plain, f"{TARGET}.safetensors")  # without the objects in common.pt
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""Write the tables of docs/recipes.md, one for each block of a recipe, from their classes.
+"""Write the tables of docs/recipes.md, one for each block of a recipe, from the classes of the blocks.
 
-python tools/build_recipes_page.py
+Run it as `python tools/build_recipes_page.py`.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ def blocks() -> Iterator[tuple[str, Any]]:
 
 
 def meanings_of(cls: Any) -> dict[str, str]:
-    """Return the description of each key from the docstring of a class."""
-    _, _, text = (cls.__doc__ or "").partition("Attributes:\n")
+    """Return the description of each key of a block from the docstring of its class."""
+    _, _, attributes = (cls.__doc__ or "").partition("Attributes:\n")
     found: dict[str, str] = {}
-    for line in text.splitlines():
-        key = re.match(r" {8}(\w+): (.*)", line)
-        if key is not None:
-            found[key[1]] = key[2]
+    for line in attributes.splitlines():
+        match = re.match(r" {8}(\w+): (.*)", line)
+        if match is not None:
+            found[match[1]] = match[2]
         elif line.strip() and found:
             found[list(found)[-1]] += f" {line.strip()}"
     return found
 
 
-def shown(value: Any) -> str:
-    """Return a default value in YAML."""
+def to_yaml(value: Any) -> str:
+    """Return a default value as YAML on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(to_yaml, value))}]"
     return "{}" if isinstance(value, dict) else str(value)
 
 
 def default_of(field: Any) -> str:
-    """Return the default of a key for a cell of a table."""
+    """Return the default of a key as a cell of a table."""
     if field.default_factory is not NODEFAULT:
-        return f"`{shown(field.default_factory())}`"
-    return "required" if field.default is NODEFAULT else f"`{shown(field.default)}`"
+        return f"`{to_yaml(field.default_factory())}`"
+    return "required" if field.default is NODEFAULT else f"`{to_yaml(field.default)}`"
 
 
-def kind_of(hint: Any) -> str:
-    """Return the type of a key for a cell of a table."""
+def type_of(hint: Any) -> str:
+    """Return the type of a key as a cell of a table."""
     inner = next(filter(is_block, get_args(hint)), None)
     return f"a list of mappings as `{inner.__name__.removesuffix('Block').lower()}`" if inner else describe_type(hint)
 
@@ -70,10 +70,10 @@ def tables() -> str:
     found = []
     for name, cls in blocks():
         meanings = meanings_of(cls)
-        first = (cls.__doc__ or "").strip().splitlines()[0]
-        found.append(f"### {name}\n\n{first}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        found.append(f"### {name}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
         for each in structs.fields(cls):
-            cells = (f"`{each.name}`", kind_of(each.type), default_of(each), meanings[each.name])
+            cells = (f"`{each.name}`", type_of(each.type), default_of(each), meanings[each.name])
             row = re.sub(r"\bNone\b", "null", " | ".join(cells))
             found.append(f"| {row} |\n")
         found.append("\n")
@@ -81,7 +81,7 @@ def tables() -> str:
 
 
 def page(text: str) -> str:
-    """Return a page with the current tables."""
+    """Return the text of the page with the current tables."""
     before, after = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
     return f"{text[:before]}\n{tables()}{text[after:]}"
 

@@ -1,6 +1,6 @@
 """Write docs/report.schema.json, the JSON schema of reports.
 
-python tools/build_schema.py
+Run it as `python tools/build_schema.py`.
 """
 
 from __future__ import annotations

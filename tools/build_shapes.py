@@ -1,10 +1,11 @@
-"""Write shapes into ckptx/architecture/models/: those of popular classes, as expressions over their config.
+"""Write the tensor shapes of popular classes, as expressions over their config, to ckptx/architecture/models/.
 
     python tools/build_shapes.py [--workers 2] [model type or class ...]
 
 `tools/classes_with_shapes.txt` lists the classes to measure. The shapes in a file depend on this list, the transformers
-version and the corrections, and not on the previous contents of the file. Names restrict the work to the files of these
-model types; without names it takes about ten minutes. `build_tables` must have written the files.
+version and the corrections, and not on the previous contents of the file. Arguments restrict the run to the files of
+these model types, or to those of the model types of these classes; without arguments it takes about ten minutes. Run
+`build_tables` first: it writes the files with the names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build_tables import config_seeds, known_sections, silence, write_if_new
+from build_tables import config_seeds, known_sections, silence, write_if_changed
 from model_file_writer import encode_model, encode_shapes
 
 from ckptx.architecture import class_table, model_files
@@ -28,12 +29,12 @@ from ckptx.mapping.names import pattern_of
 
 CLASSES = Path(__file__).with_name("classes_with_shapes.txt")
 
-Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base model, rules, seconds
+Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base model, rules (None: not known), seconds
 
 
 def measure_class(class_name: str) -> Row:
-    """Measure the rules of one class."""
-    from shape_variants import derive_shapes
+    """Derive the shape rules of one class."""
+    from shape_derivation import derive_shapes
 
     from ckptx.architecture.introspection import meta_model
 
@@ -46,7 +47,7 @@ def measure_class(class_name: str) -> Row:
     for seed in config_seeds(known.model_type):
         try:
             rules = derive_shapes(cls, meta_model.default_config_builder(cls), seed, tied)
-        except Exception as error:  # any error of the class means that it has no row
+        except Exception as error:  # any error of the class means that it has no rules
             print(f"{class_name}: {type(error).__name__}: {error}", file=sys.stderr)
         if rules is not None:
             break
@@ -54,16 +55,16 @@ def measure_class(class_name: str) -> Row:
 
 
 def classes_to_measure() -> list[str]:
-    """Read the list of classes whose shapes are measured."""
+    """Return the classes in `tools/classes_with_shapes.txt`."""
     lines = CLASSES.read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Collection[str]) -> int:
-    """Replace the shapes in the files of model types, and return how many files changed.
+    """Replace the shapes in the files of model types, and return the number of changed files.
 
     Args:
-        rules: Class -> prefix of its base model, and its shape rules; other classes have no shapes afterwards.
+        rules: Class -> prefix of its base model, and its shape rules; the file has no shapes of other classes.
         model_types: Model types whose classes were measured.
     """
     changed = 0
@@ -73,7 +74,7 @@ def write_shapes(rules: Mapping[str, tuple[str, ShapeRules]], model_types: Colle
         assert source is not None
         shapes = encode_shapes({name: rules[name] for name in names if name in rules})
         sections = {**known_sections(model_type), **shapes}
-        changed += write_if_new(model_files.model_file(model_type), encode_model(source, sections))
+        changed += write_if_changed(model_files.model_file(model_type), encode_model(source, sections))
     return changed
 
 
@@ -84,18 +85,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
 
-    types, listed = model_files.read_index()["classes"], classes_to_measure()
-    wanted = {types.get(name, name) for name in options.names} or set(types.values())
-    if wanted - set(types.values()):
-        parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
-    names = [name for name in listed if types.get(name) in wanted]
+    type_of_class, listed_classes = model_files.read_index()["classes"], classes_to_measure()
+    model_types = {type_of_class.get(name, name) for name in options.names} or set(type_of_class.values())
+    if model_types - set(type_of_class.values()):
+        parser.error(
+            f"neither a model type nor a class: {', '.join(sorted(model_types - set(type_of_class.values())))}"
+        )
+    names = [name for name in listed_classes if type_of_class.get(name) in model_types]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
         rows = pool.map(measure_class, names, chunksize=8)
     rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
-    changed = write_shapes(rules, wanted)
+    changed = write_shapes(rules, model_types)
     sizes = [
-        text for _, known in rules.values() for shapes in known.shapes.values() for each in shapes for text in each
+        size for _, known in rules.values() for shapes in known.shapes.values() for shape in shapes for size in shape
     ]
     print(
         f"{len(rules)} of {len(rows)} classes, {changed} files changed, "
@@ -103,7 +106,7 @@ def main() -> None:
     )
     slow = sorted(((seconds, name) for name, _, _, seconds in rows), reverse=True)
     print("slowest:", ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slow[:5]))
-    faults = [f"{name} is not in {model_files.INDEX_FILE.name}" for name in listed if name not in types]
+    faults = [f"{name} is not in {model_files.INDEX_FILE.name}" for name in listed_classes if name not in type_of_class]
     faults += [f"{name} cannot be measured" for name in names if name not in rules]
     if faults:
         sys.exit("\n".join(f"tools/{CLASSES.name}: {fault}" for fault in faults))

@@ -1,12 +1,13 @@
-"""Write ckptx/architecture/models/ from a meta model of every class of the installed transformers.
+"""Write ckptx/architecture/models/ and the index of classes from meta models of the installed transformers.
 
     python tools/build_tables.py [--workers 2] [model type or class ...]
 
-The output depends only on the transformers version and the corrections. Names restrict the work to the files of these
-model types; without names, files of model types that no longer exist are removed. Classes that need their real
-config.json (defaults that cannot be built, or ties between numbered layers without a rule that `shared_ties` finds) get
-a row with the reason; `ckptx.architecture.lookup` builds them when a checkpoint has such a class. The names of a row
-are those of the default config and of its variants (`config_variants`). Shapes do not change: see `build_shapes`.
+The output depends only on the transformers version and the corrections. Arguments restrict the run to the files of
+these model types, or to those of the model types of these classes; without arguments, files of model types that no
+longer exist are removed. A class that needs its real config.json (its defaults cannot be built, or `shared_ties` finds
+no rule for its ties between numbered layers) gets a row with the reason; `ckptx.architecture.lookup` builds such a
+class when a checkpoint has it. The tensor names of a row are those of the default config and of its variants
+(`config_variants`). The shapes in the files stay as they are: `build_shapes` writes them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from ckptx.architecture.introspection.meta_model import MetaModelNames
     from ckptx.architecture.structure import Structure
 
-# Config keys of sub-models that hold a language model, and the language models composites are published with.
+# Config keys of composites for language models, and model types of the language models that composites are published
+# with.
 TEXT_KEYS = ("decoder", "encoder", "text_config", "text_encoder", "vlm_config")
 TEXT_TYPES = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
@@ -58,7 +60,7 @@ def class_names() -> list[str]:
         try:
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         except ImportError:
-            continue  # no checkpoint can use its classes without the same package
+            continue  # it needs a package that is not installed, and a checkpoint of its classes needs it, too
         for name, value in vars(module).items():
             if isinstance(value, type) and issubclass(value, PreTrainedModel) and not _is_abstract(name):
                 found.add(name)
@@ -84,13 +86,13 @@ class MeasuredClass(NamedTuple):
 
 
 def silence() -> None:
-    """Disable log records and warnings of transformers in a worker process."""
+    """Disable warnings and log records in a worker process."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
 
 
 def measure_class(class_name: str) -> MeasuredClass:
-    """Measure one class."""
+    """Derive the row of one class, and measure how long it takes."""
     from ckptx.architecture.introspection import meta_model
 
     started = time.perf_counter()
@@ -108,7 +110,7 @@ def model_types() -> dict[str, str]:
 
 
 def config_seeds(model_type: str) -> list[dict[str, Any]]:
-    """Return the config values to try for a model type, in order: its defaults, then those of the corrections."""
+    """Return the configs, as dicts, to try for a model type: its defaults ({}), then those of the corrections."""
     return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
 
 
@@ -140,15 +142,21 @@ def derive_row(class_name: str) -> ClassRow:
         shared, seed = found
         known = dataclasses.replace(known, ties=tuple(pair for pair in known.ties if not is_numbered(pair)))
     sub_models, names, structures = _measure_text_models(cls, builder, known)
-    every = names_of_variants(cls, builder, seed, names)
-    structures = {text: each.with_conversions_of(every.structure) for text, each in structures.items()}
-    return ClassRow(class_name, known.model_type, "", every.applied_to(known), sub_models, structures, shared)
+    variant_names = names_of_variants(cls, builder, seed, names)
+    structures = {text: each.with_conversions_of(variant_names.structure) for text, each in structures.items()}
+    return ClassRow(class_name, known.model_type, "", variant_names.applied_to(known), sub_models, structures, shared)
 
 
 def _measure_text_models(
     cls: type, builder: Callable[[dict[str, Any]], Any], known: Architecture
 ) -> tuple[dict[str, tuple[str, ...]], MetaModelNames, dict[str, Structure]]:
-    """Return the text models with which a composite keeps its ties, the names with all of them, and its structures."""
+    """Measure a composite with other text models.
+
+    Returns:
+        Config key -> the text model types whose models differ from `known` only in names and structure, for every key
+        in `TEXT_KEYS` that accepts any type; the names with all of them; text model type -> structure, where it is not
+        that of `known`.
+    """
     from ckptx.architecture.introspection import meta_model
 
     measured: dict[str, tuple[str, ...]] = {}
@@ -156,10 +164,10 @@ def _measure_text_models(
     structures: dict[str, Structure] = {}
     config = builder({})
     for key in sorted(getattr(config, "sub_configs", {})):
-        nested = getattr(config, key, None)
-        if key not in TEXT_KEYS or nested is None or config.sub_configs[key].__name__ != "AutoConfig":
+        sub_config = getattr(config, key, None)
+        if key not in TEXT_KEYS or sub_config is None or config.sub_configs[key].__name__ != "AutoConfig":
             continue
-        types = [str(nested.model_type)]
+        types = [str(sub_config.model_type)]
         for model_type in TEXT_TYPES if known.ties and key == "text_config" else ():
             try:
                 other = meta_model.derive_architecture(
@@ -179,10 +187,10 @@ def _measure_text_models(
 
 
 def write_models(measured: Iterable[MeasuredClass], models: Path) -> int:
-    """Write the files of model types whose classes were all measured, and return how many files changed.
+    """Write the files of model types, and return the number of changed files.
 
     Args:
-        measured: The classes.
+        measured: All classes of these model types.
         models: The directory `models` of the transformers package.
     """
     by_type: dict[str, list[MeasuredClass]] = {}
@@ -193,19 +201,19 @@ def write_models(measured: Iterable[MeasuredClass], models: Path) -> int:
         directories = sorted({each.directory for each in found})
         source = {"directories": directories, "digest": source_digest(models, directories)}
         sections = {**known_sections(model_type), **encode_rows(each.row for each in found)}
-        changed += write_if_new(model_files.model_file(model_type), encode_model(source, sections))
+        changed += write_if_changed(model_files.model_file(model_type), encode_model(source, sections))
     return changed
 
 
 def known_sections(model_type: str) -> dict[str, Mapping[str, Any]]:
-    """Return the sections of the existing file of a model type; empty if it does not exist."""
+    """Return the sections of the existing file of a model type; each is empty if there is no file."""
     path = model_files.model_file(model_type)
     known = json.loads(path.read_bytes()) if path.exists() else {}
     return {name: known.get(name, {}) for name in model_files.SECTIONS}
 
 
-def write_if_new(path: Path, text: str) -> bool:
-    """Write a file unless it has these contents already, and return True if it was written."""
+def write_if_changed(path: Path, text: str) -> bool:
+    """Write a file unless it has this text already; return True if it was written."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(exist_ok=True)
@@ -222,24 +230,30 @@ def main() -> None:
 
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
-        types = pool.apply(model_types)
-        wanted = {types.get(name, name) for name in options.names} or set(types.values())
-        if wanted - set(types.values()):
-            parser.error(f"neither a model type nor a class: {', '.join(sorted(wanted - set(types.values())))}")
-        measured = pool.map(measure_class, [name for name, found in types.items() if found in wanted], chunksize=16)
+        type_of_class = pool.apply(model_types)
+        wanted_types = {type_of_class.get(name, name) for name in options.names} or set(type_of_class.values())
+        if wanted_types - set(type_of_class.values()):
+            parser.error(
+                f"neither a model type nor a class: {', '.join(sorted(wanted_types - set(type_of_class.values())))}"
+            )
+        measured = pool.map(
+            measure_class, [name for name, found in type_of_class.items() if found in wanted_types], chunksize=16
+        )
     transformers = find_spec("transformers")
     assert transformers is not None and transformers.origin is not None
     changed = write_models(measured, Path(transformers.origin).parent / "models")
     known = {each.row.class_name: each.row.model_type for each in measured}
     if options.names:
-        others = {name: found for name, found in model_files.read_index()["classes"].items() if found not in wanted}
+        others = {
+            name: found for name, found in model_files.read_index()["classes"].items() if found not in wanted_types
+        }
         text = encode_index({**others, **known}, model_files.read_index()["transformers"])
     else:
         text = encode_index(known, version("transformers"))
         current_files = {model_files.model_file(found) for found in known.values()}
         for path in set(model_files.MODELS_DIR.glob("*.json")) - current_files:
             path.unlink()
-    write_if_new(model_files.INDEX_FILE, text)
+    write_if_changed(model_files.INDEX_FILE, text)
 
     reasons = Counter(each.row.introspection_reason or "known" for each in measured)
     files = len({each.row.model_type for each in measured})

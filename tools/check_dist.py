@@ -2,12 +2,12 @@
 
     python tools/check_dist.py
 
-The steps, each of which ends the run when it fails:
+The steps in order; the run ends at the first that fails:
 
     build    the sdist, and the wheel from it, in dist/
-    check    the metadata as the package index checks them; every file of ckptx/ that git tracks is in the wheel
+    check    the metadata, with the checks of PyPI (`twine check`); every file of ckptx/ that git tracks is in the wheel
     try      the wheel in a new virtual environment without extras: `ckptx --version`, `ckptx env`, and a small
-             checkpoint to a DCP and back, with the same bytes
+             checkpoint converted to a DCP and back to the same bytes, verified, resharded and inspected
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DIST = ROOT / "dist"
 
 def package_files() -> set[str]:
     """Return the files of the package that git tracks."""
-    done = subprocess.run(["git", "ls-files", "-z", "ckptx"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return set(done.stdout.split("\0")) - {""}
+    process = subprocess.run(["git", "ls-files", "-z", "ckptx"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(process.stdout.split("\0")) - {""}
 
 
 def missing_files(wheel: Path, expected: set[str]) -> list[str]:
@@ -38,7 +38,10 @@ def missing_files(wheel: Path, expected: set[str]) -> list[str]:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Write a Llama of one layer: safetensors by hand, as torch and safetensors are not installed."""
+    """Write a checkpoint of a Llama with one layer.
+
+    The file is written byte by byte, because this environment may lack torch and safetensors.
+    """
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 8,
@@ -59,15 +62,15 @@ def write_checkpoint(directory: Path) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     payload = b""
     for name, shape in sorted(shapes.items()):
-        count = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        values = struct.pack(f"<{count}f", *(float(len(payload) % 97 + i) for i in range(count)))
+        num_values = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        values = struct.pack(f"<{num_values}f", *(float(len(payload) % 97 + i) for i in range(num_values)))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(payload), len(payload) + len(values)]}
         payload += values
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + payload)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header_bytes)) + header_bytes + payload)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -78,15 +81,15 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
 
 def build() -> tuple[Path, Path]:
     """Build both packages and return their paths: sdist and wheel."""
-    for stale in (DIST, ROOT / "build" / "lib"):  # a deleted module would remain in the wheel
-        shutil.rmtree(stale, ignore_errors=True)
+    for stale_directory in (DIST, ROOT / "build" / "lib"):  # a deleted module would remain in the wheel
+        shutil.rmtree(stale_directory, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST)
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     return sdist, wheel
 
 
 def try_wheel(wheel: Path) -> None:
-    """Install the wheel in a new environment without extras and convert a small checkpoint there and back."""
+    """Install the wheel in a new environment without extras and run commands on a small checkpoint."""
     with tempfile.TemporaryDirectory(prefix="ckptx-dist-") as work:
         folder = Path(work)
         run(sys.executable, "-m", "venv", folder / "venv")

@@ -5,8 +5,8 @@
 The language of a fence decides how its block is checked:
 
     sh          run as written; every command must exit with 0
-    console     a session: each line that begins with `$ ` is run, and must print the lines below it, except for
-                numbers that depend on the machine, such as seconds
+    console     a session: each line that begins with `$ ` is run; it must exit with 0 and print the lines below it,
+                except for numbers that depend on the machine, such as seconds
     python      run as a program, and checked by mypy
     text, json  not run
 
@@ -42,14 +42,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-RUN = ("sh", "console", "python")
+RUN = ("sh", "console", "python")  # languages whose blocks are run
 NOT_RUN = ("text", "json")
 _FENCE = re.compile(r"( *)(`{3,})(\w*)\s*")
 _REASON = re.compile(r"\s*<!-- not run: (.+) -->\s*")
 _BLOCK_TIMEOUT = 900  # seconds
 
-# Output that depends on the machine: time, memory, and rounding of CPU kernels.
-_MACHINE = (
+# Output that depends on the machine, each with its replacement: time, throughput, memory. Lines that match
+# `_ROUNDING` also have numbers that depend on the rounding of CPU kernels.
+_MACHINE_DEPENDENT = (
     (re.compile(r"[\d.]+ s\b"), "T s"),
     (re.compile(r"[\d.]+ [KMG]?i?B/s"), "V"),
     (re.compile(r"(peak memory[a-z ]*) [\d.]+ \w+"), r"\1 M"),
@@ -63,10 +64,10 @@ class Block(NamedTuple):
 
     Attributes:
         page: Path of the page in the repository.
-        line: Line of its fence.
+        line: Line number of its opening fence, from 1.
         language: Language after the fence.
-        text: Lines between the fences.
-        reason: Reason in the comment above the block; empty if it is run.
+        text: Lines between the fences, without the indentation of the fence.
+        reason: Reason in the comment above the block why it is not run; empty if there is no such comment.
     """
 
     page: str
@@ -104,7 +105,7 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
 
 
 def steps_of(session: str) -> list[tuple[str, str]]:
-    """Return the commands of a session, each with what it prints."""
+    """Return the commands of a session, each with its output on the page."""
     found: list[tuple[str, str]] = []
     for line in session.splitlines():
         if line.startswith("$ "):
@@ -119,7 +120,7 @@ def without_numbers(printed: str) -> str:
     """Return the output of a command without the numbers that depend on the machine."""
     lines = []
     for line in printed.strip("\n").splitlines():
-        for pattern, replacement in _MACHINE:
+        for pattern, replacement in _MACHINE_DEPENDENT:
             line = pattern.sub(replacement, line)
         lines.append(_NUMBER.sub("N", line) if _ROUNDING.match(line) else line)
     return "\n".join(re.sub(r"  +", "  ", line) for line in lines)
@@ -175,7 +176,7 @@ def _run_process(command: list[str], directory: Path) -> subprocess.CompletedPro
 
 
 def write_checkpoints(directory: Path) -> None:
-    """Write the checkpoints that pages find in their directory."""
+    """Write the checkpoints that the blocks of a page find in their directory, see the docstring of this module."""
     sys.path.insert(0, str(Path(__file__).parent))
     import demo_checkpoint
     import torch
@@ -189,24 +190,24 @@ def write_checkpoints(directory: Path) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
     model.to(torch.bfloat16).save_pretrained(directory / "MODEL")
-    state = {name: value.float() for name, value in model.state_dict().items()}
-    trained = {name: value.float() for name, value in model.named_parameters()}  # tied parameters once
-    counter = {"train_state": {"step": torch.tensor(1000)}}
-    _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
-    _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
-    _save_dcp({"optimizer": optimizer_of(trained)}, directory / "state-1000" / "optimizer_0")
+    tensors = {name: value.float() for name, value in model.state_dict().items()}
+    parameters = {name: value.float() for name, value in model.named_parameters()}  # tied parameters once
+    train_state = {"train_state": {"step": torch.tensor(1000)}}
+    _save_dcp({"model": tensors, "optimizer": optimizer_of(parameters), **train_state}, directory / "step-1000")
+    _save_dcp({"model": tensors}, directory / "state-1000" / "pytorch_model_fsdp_0")
+    _save_dcp({"optimizer": optimizer_of(parameters)}, directory / "state-1000" / "optimizer_0")
 
     with tempfile.TemporaryDirectory() as work:
         renamed = Path(work, "renamed")
         report = ckptx.convert("to-dcp", directory / "MODEL", renamed, names="torchtitan", tied="drop", dtype="fp32")
         entries = ckptx.open_checkpoint(renamed).tensors
-        titan = {name: torch.empty(entry.shape) for name, entry in entries.items()}
-        assert report.tensors == len(titan)
+        titan_tensors = {name: torch.empty(entry.shape) for name, entry in entries.items()}
+        assert report.tensors == len(titan_tensors)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about a single process
-            dcp.load(titan, checkpoint_id=renamed, no_dist=True)
-    step = {**titan, "optimizer": optimizer_of(titan), **counter}
-    _save_dcp(step, directory / "outputs" / "checkpoint" / "step-1000")
+            dcp.load(titan_tensors, checkpoint_id=renamed, no_dist=True)
+    titan_state = {**titan_tensors, "optimizer": optimizer_of(titan_tensors), **train_state}
+    _save_dcp(titan_state, directory / "outputs" / "checkpoint" / "step-1000")
 
 
 def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:
@@ -230,7 +231,11 @@ def _save_dcp(state: dict[str, object], path: Path) -> None:
 
 
 def run_and_write(block: Block, directory: Path) -> str:
-    """Run a session, put its output into its page, and return a description of the fault, empty if there is none."""
+    """Run a session and replace the output in its page by the current one.
+
+    Returns:
+        A description of the fault: a command failed, or the session is not unique in its page; empty if there is none.
+    """
     fault, session = run_session(block.text, directory)
     if session == block.text:
         return fault
@@ -243,11 +248,16 @@ def run_and_write(block: Block, directory: Path) -> str:
     return ""
 
 
-def types_fault(blocks: list[Block], directory: Path) -> str:
-    """Return the errors that mypy reports for Python blocks."""
+def type_errors(blocks: list[Block], directory: Path) -> str:
+    """Return the errors that mypy reports for Python blocks; empty if there are none.
+
+    Args:
+        blocks: The blocks.
+        directory: Directory for the programs.
+    """
     for number, block in enumerate(blocks):
-        where = block.page.replace("/", "_").removesuffix(".md")
-        (directory / f"{where}_{block.line}_{number}.py").write_text(block.text, encoding="utf-8")
+        page_name = block.page.replace("/", "_").removesuffix(".md")
+        (directory / f"{page_name}_{block.line}_{number}.py").write_text(block.text, encoding="utf-8")
     settings = ["--strict", "--config-file", str(ROOT / "pyproject.toml")]
     files = sorted(str(path) for path in directory.glob("*.py"))
     process = subprocess.run(
@@ -266,12 +276,12 @@ def main() -> int:
 
     blocks = [block for page in options.pages for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))]
     skipped = [block for block in blocks if block.language in RUN and block.reason]
-    faults = 0
+    num_faults = 0
     with tempfile.TemporaryDirectory(prefix="ckptx-docs-") as work:
-        checkpoints, typed_blocks = Path(work, "given"), Path(work, "typed")
+        checkpoints, programs_directory = Path(work, "checkpoints"), Path(work, "programs")
         if not options.list:
             write_checkpoints(checkpoints)
-            typed_blocks.mkdir()
+            programs_directory.mkdir()
         for block in filter(lambda block: block.is_run, blocks):
             started, directory, fault = time.perf_counter(), Path(work, block.page.replace("/", "_")), ""
             if not options.list:
@@ -281,20 +291,20 @@ def main() -> int:
                     fault = run_and_write(block, directory)
                 else:
                     fault = run(block, directory)
-            faults += bool(fault)
+            num_faults += bool(fault)
             prefix = (
                 "" if options.list else f"{time.perf_counter() - started:6.1f} s  {'FAULT' if fault else 'ok   '}  "
             )
             print(f"{prefix}{block} {block.language}{chr(10) if fault else ''}{fault}", flush=True)
         programs = [block for block in blocks if block.is_run and block.language == "python"]
         if programs and not options.list:
-            fault = types_fault(programs, typed_blocks)
-            faults += bool(fault)
+            fault = type_errors(programs, programs_directory)
+            num_faults += bool(fault)
             print(f"mypy: {fault or 'ok'}")
     for block in skipped:
         print(f"not run: {block} {block.language}: {block.reason}")
-    print(f"{sum(block.is_run for block in blocks)} blocks run, {faults} faults, {len(skipped)} not run")
-    return bool(faults)
+    print(f"{sum(block.is_run for block in blocks)} blocks run, {num_faults} faults, {len(skipped)} not run")
+    return bool(num_faults)
 
 
 if __name__ == "__main__":

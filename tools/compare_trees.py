@@ -4,10 +4,10 @@
 
 OLD and NEW are directories that contain the package `ckptx`; the default of NEW is this checkout. The checkpoints are
 the tiny models of the tests, and a training checkpoint of each with the states of AdamW. Each tree runs in a separate
-process. The script prints each file, by its name, and each field of a report that differs. It does not compare fields
-with times, memory and free space. Fields of an older `schema_version` are compared under their new names, from
-tools/renamed_fields.json. The exit code is 1 if anything differs except the wording of notes, which is listed
-once.
+process. The script prints the name of each file, and of each field of a report, that differs. It does not compare
+fields with times, memory and free space. Fields of an older `schema_version` are compared under their new names, from
+tools/renamed_fields.json. Notes that differ are listed at the end, each difference once with the number of its calls.
+The exit code is 1 if anything but notes differs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
-MEASURED = {"seconds", "gb_per_s", "peak_rss", "free_space"}
-RENAMED: dict[str, Any] = json.loads((HERE / "tools" / "renamed_fields.json").read_text(encoding="utf-8"))
+CHECKOUT = Path(__file__).resolve().parent.parent
+MEASURED_FIELDS = {"seconds", "gb_per_s", "peak_rss", "free_space"}  # differ from run to run
+RENAMED: dict[str, Any] = json.loads((CHECKOUT / "tools" / "renamed_fields.json").read_text(encoding="utf-8"))
 
 # Program of the process of each tree: it reads one call per line and prints one report per line.
 WORKER = """
@@ -36,20 +36,27 @@ sys.path.insert(0, sys.argv[1])
 import ckptx
 from ckptx.errors import CkptxError
 for line in sys.stdin:
-    words, options = json.loads(line)
+    arguments, options = json.loads(line)
     try:
-        function = getattr(ckptx, words[0])
-        report = function(*words[1:], **options).to_dict()
+        function = getattr(ckptx, arguments[0])
+        report = function(*arguments[1:], **options).to_dict()
     except CkptxError as error:
         report = {"exit": error.exit_code, "error": str(error)}
     print(json.dumps(report), flush=True)
 """
 
-Call = tuple[list[str], dict[str, Any]]
+Call = tuple[list[str], dict[str, Any]]  # function of ckptx and its positional arguments; keyword arguments
 
 
 def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
-    """Yield the calls for one model, each with the name of its output; `OUT/` in a path is the directory of outputs."""
+    """Yield the calls for one model, each with the name of its output.
+
+    `OUT/` in a path is the directory for outputs. A call without output has an empty name.
+
+    Args:
+        hf: Path of the HF checkpoint of the model.
+        trained: Path of its training checkpoint.
+    """
 
     def convert(direction: str, source: str, target: str, **options: Any) -> tuple[Call, str]:
         return (["convert", direction, source, f"OUT/{target}"], options), target
@@ -91,11 +98,16 @@ def calls(hf: str, trained: str) -> Iterator[tuple[Call, str]]:
 
 
 class Tree:
-    """A process that runs the calls with one source tree."""
+    """A process that runs the calls with one source tree.
 
-    def __init__(self, root: Path, work: Path) -> None:
-        self.out = work
-        work.mkdir()
+    Args:
+        root: Directory that contains the package `ckptx`.
+        out: Directory for outputs; it is created.
+    """
+
+    def __init__(self, root: Path, out: Path) -> None:
+        self.out = out
+        out.mkdir()
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER, str(root)],
             stdin=subprocess.PIPE,
@@ -106,18 +118,20 @@ class Tree:
 
     def send(self, call: Call) -> None:
         """Start one call."""
-        words, options = call
+        arguments, options = call
         assert self._process.stdin is not None
-        print(json.dumps([[self._at(word) for word in words], options]), file=self._process.stdin, flush=True)
+        print(
+            json.dumps([[self._at(argument) for argument in arguments], options]), file=self._process.stdin, flush=True
+        )
 
     def receive(self) -> dict[str, Any]:
-        """Return the report of the call, without the paths of this tree."""
+        """Return the report of the call; `OUT` replaces the directory of outputs, and measured fields are removed."""
         assert self._process.stdout is not None
         report: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
-        return {name: value for name, value in with_new_names(report).items() if name not in MEASURED}
+        return {name: value for name, value in with_new_names(report).items() if name not in MEASURED_FIELDS}
 
-    def _at(self, word: str) -> str:
-        return str(self.out / word.removeprefix("OUT/")) if word.startswith("OUT/") else word
+    def _at(self, argument: str) -> str:
+        return str(self.out / argument.removeprefix("OUT/")) if argument.startswith("OUT/") else argument
 
 
 def with_new_names(document: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +144,14 @@ def with_new_names(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(value: Any, names: dict[str, str], path: str) -> Any:
-    """Rename the keys of a value. `path` has the old names that lead to it; entries of a list have that of the list."""
+    """Rename the keys of a value, at any depth.
+
+    Args:
+        value: The value.
+        names: Old path of a key -> new name. A path has the old names from the document to the key, with dots;
+            entries of a list have the path of the list.
+        path: Old path of the value with a dot at its end; empty for the document.
+    """
     if isinstance(value, list):
         return [_renamed(each, names, path) for each in value]
     if not isinstance(value, dict):
@@ -149,43 +170,50 @@ def differing_files(old: Path, new: Path) -> list[str]:
     return found
 
 
-def differing_fields(old: dict[str, Any], new: dict[str, Any], wording: Counter[tuple[str, ...]]) -> list[str]:
-    """Return the names of fields that differ; notes that differ are counted in `wording` instead."""
+def differing_fields(old: dict[str, Any], new: dict[str, Any], note_differences: Counter[tuple[str, ...]]) -> list[str]:
+    """Return the names of fields that differ, except notes.
+
+    Args:
+        old: Report of one tree.
+        new: Report of the other tree for the same call.
+        note_differences: Differing notes of a call, with `- ` for removed and `+ ` for added ones -> number of calls;
+            those of this call are added.
+    """
     found = [name for name in sorted(old.keys() | new.keys()) if name != "notes" and old.get(name) != new.get(name)]
     before, after = (Counter(report.get("notes", ())) for report in (old, new))
     if before != after:
-        wording[(*(f"- {note}" for note in before - after), *(f"+ {note}" for note in after - before))] += 1
+        note_differences[(*(f"- {note}" for note in before - after), *(f"+ {note}" for note in after - before))] += 1
     return found
 
 
 def write_trained(hf: Path, target: Path) -> None:
-    """Write a training checkpoint of a model: its tensors, and the two moments of AdamW for each."""
+    """Write a DCP of a training run: the tensors of an HF checkpoint, and the two moments of AdamW for each."""
     import torch.distributed.checkpoint as dcp
 
     from tests.support.models import read_hf
 
-    weights = read_hf(hf)
+    tensors = read_hf(hf)
     state = {
         f"optim.state.{name}.{moment}": tensor.float() * scale
-        for name, tensor in weights.items()
+        for name, tensor in tensors.items()
         for moment, scale in (("exp_avg", 2), ("exp_avg_sq", 3))
     }
-    dcp.save({"model": weights, **state, "train_state": {"step": 7}}, checkpoint_id=target, no_dist=True)
+    dcp.save({"model": tensors, **state, "train_state": {"step": 7}}, checkpoint_id=target, no_dist=True)
 
 
 def main() -> int:
     """Compare two trees model by model; return 1 if they differ."""
     parser = argparse.ArgumentParser(description="compare the outputs of two source trees of ckptx for tiny models")
     parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path, nargs="?", default=HERE)
+    parser.add_argument("new", type=Path, nargs="?", default=CHECKOUT)
     parser.add_argument("--match", default="", help="only models whose name contains this string")
     parser.add_argument("--work", type=Path, help="parent of the temporary directory for the outputs")
     options = parser.parse_args()
-    sys.path[:0] = [str(HERE)]
+    sys.path[:0] = [str(CHECKOUT)]
     from tests.support.models import EVERY, write
 
-    calls_run, files, faults, wording = 0, 0, 0, Counter[tuple[str, ...]]()
-    outcomes: Counter[int] = Counter()
+    num_calls, num_files, num_differing_calls, note_differences = 0, 0, 0, Counter[tuple[str, ...]]()
+    exit_codes: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         work = Path(directory)
         trees = [Tree(options.old.resolve(), work / "old"), Tree(options.new.resolve(), work / "new")]
@@ -197,22 +225,22 @@ def main() -> int:
                 for tree in trees:
                     tree.send(call)
                 old, new = (tree.receive() for tree in trees)
-                calls_run += 1
-                outcomes[old["exit"]] += 1
-                differences = differing_fields(old, new, wording)
+                num_calls += 1
+                exit_codes[old["exit"]] += 1
+                differences = differing_fields(old, new, note_differences)
                 if target:
                     differences += differing_files(*(tree.out / target for tree in trees))
-                    files += sum(path.is_file() for path in (trees[0].out / target).rglob("*"))
+                    num_files += sum(path.is_file() for path in (trees[0].out / target).rglob("*"))
                 if differences:
-                    faults += 1
+                    num_differing_calls += 1
                     print(f"{model}: {' '.join(call[0])} {call[1]}: {', '.join(differences[:9])}", flush=True)
             for path in (hf, trained, *(path for tree in trees for path in tree.out.iterdir())):
                 shutil.rmtree(path)
-        codes = ", ".join(f"{code}: {count}" for code, count in sorted(outcomes.items()))
-        print(f"{calls_run} calls (exits {codes}), {files} files compared, {faults} calls differ")
-        for notes, count in wording.most_common():
+        codes = ", ".join(f"{code}: {count}" for code, count in sorted(exit_codes.items()))
+        print(f"{num_calls} calls (exits {codes}), {num_files} files compared, {num_differing_calls} calls differ")
+        for notes, count in note_differences.most_common():
             print(f"notes of {count} calls:", *notes, sep="\n  ")
-    return 1 if faults else 0
+    return 1 if num_differing_calls else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Find the configs of a class that add tensor names to those of its default config.
 
 A class builds additional modules for some configs: biases, gated MLPs, experts, towers. `names_of_variants` changes
-one key of the config at a time, among those that the model reads while it is built, and builds each on the meta device;
-a change that adds names is the start of further changes. Configs that cannot be built are skipped. Sizes do not matter:
-only names are kept.
+one key of the config at a time, among those that the model reads while it is built, and builds each model on the meta
+device; a config that adds names is changed further. Configs that cannot be built are skipped. Sizes do not matter: only
+names are kept.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.introspection.meta_model import ConfigBuilder, MetaModelNames
 from ckptx.architecture.patterns import patterns_of
 
-Values = dict[str, Any]
+Values = dict[str, Any]  # arguments of a config class, with a nested dict for each sub-config
 Reads = set[tuple[type, str]]  # config class and key
 
-# Changes that one key cannot make: keys that a config class converts into others, one of many strings, and keys that
-# have an effect only together. They are tried for every config, at any level, that has the first key.
+# Changes that `other_values` does not find: keys that a config class converts into others, strings without declared
+# choices, and keys that have an effect only together. Each is tried for every config and sub-config that has its first
+# key.
 SWITCHES: tuple[Values, ...] = (
     {"feed_forward_proj": "gated-gelu"},  # T5 v1.1, UMT5: wi_0, wi_1
     {"word_embed_proj_dim": 16},  # OPT 350m: project_in, project_out
@@ -52,32 +53,37 @@ SWITCHES: tuple[Values, ...] = (
     {"interleave_moe_layer_step": 2, "moe_layers": None},  # Llama 4 Maverick
     {"mlp_layer_types": ["dense", "sparse"], "layer_types": None, "num_hidden_layers": 2},  # MiniMax M3: all sparse
 )  # fmt: skip
-# Towers of published composites that accept any vision model.
+# Model types of the vision towers of published composites whose class accepts any vision model.
 VISION_TYPES = ("clip_vision_model", "pixtral", "siglip_vision_model")
 
-# Keys that models read and that do not affect names.
-_KEYS_WITHOUT_NAMES = frozenset(
+# Keys that models read and that have no effect on names.
+_KEYS_WITHOUT_EFFECT = frozenset(
     {
         "architectures", "chunk_size_feed_forward", "dtype", "initializer_range", "is_encoder_decoder",
         "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "use_cache",
     }
 )  # fmt: skip
-_LAYER_COUNTS = frozenset(
+LAYER_COUNT_KEYS = frozenset(
     {
         "decoder_layers", "depth", "encoder_layers", "n_layer", "n_layers", "num_decoder_layers",
         "num_encoder_layers", "num_hidden_layers", "num_layers",
     }
 )  # fmt: skip
-_EXPERT_COUNTS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
-_SMALL_COUNT = 8  # number of layers or experts of a small config
+EXPERT_COUNT_KEYS = frozenset({"n_routed_experts", "num_experts", "num_local_experts"})
+_SMALL_COUNT = 8  # maximum number of layers or experts of a small config
 _TRIAL_COUNT = 4  # value to try for a count that is 0, 1 or absent
-_MAX_BUILDS = 96  # maximum number of builds per class
+_MAX_BUILDS = 96  # maximum number of models to build per class
 
 
 class Change(NamedTuple):
-    """New values for keys of the config at an attribute path below the root."""
+    """New values for keys of a config or sub-config.
 
-    place: tuple[str, ...]
+    Attributes:
+        config_path: Attribute path from the root config to the sub-config; empty for the root.
+        values: Key -> new value.
+    """
+
+    config_path: tuple[str, ...]
     values: Values
 
 
@@ -86,50 +92,50 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
 
     Args:
         cls: The model class.
-        build_config: Its config class as a function of a dict.
-        base: The dict that `names` was measured with.
-        names: The names known so far.
+        build_config: Builds a config of the class from a dict.
+        base: The config, as a dict, that the variants change.
+        names: The names known so far, at least those under `base`.
     """
-    base = _small_base(cls, build_config, base)
+    base = small_base(cls, build_config, base)
     tried: set[str] = set()
     queue: list[tuple[Values, Change | None]] = [(base, None)]
-    effective: list[Change] = []
-    for at in range(_MAX_BUILDS):
-        if at == len(queue):
+    effective: list[Change] = []  # those that added names
+    for index in range(_MAX_BUILDS):
+        if index == len(queue):
             break
-        values, change = queue[at]
+        values, change = queue[index]
         try:
             config = build_config(copy.deepcopy(values))
-            with _recorded_reads() as reads:
+            with record_reads() as reads:
                 model = meta_model.build_with_all_ties(cls, config)
-            found = meta_model.add_names_of(model, names)
+            extended_names = meta_model.add_names_of(model, names)
         except Exception:  # any error of the class means that no checkpoint has such a config
             continue
-        if change is not None and (found.patterns, found.ignored) == (names.patterns, names.ignored):
+        if change is not None and (extended_names.patterns, extended_names.ignored) == (names.patterns, names.ignored):
             continue
-        names = found
+        names = extended_names
         effective += [change] if change is not None else []
-        for next_change in _possible_changes(build_config(copy.deepcopy(values)), reads):
+        for next_change in possible_changes(build_config(copy.deepcopy(values)), reads):
             if repr(next_change) not in tried:
                 tried.add(repr(next_change))
-                queue.append((_with_change(values, build_config, next_change), next_change))
-    return _with_all_changes(cls, build_config, base, effective, names)
+                queue.append((with_change(values, build_config, next_change), next_change))
+    return _names_with_all_changes(cls, build_config, base, effective, names)
 
 
-def _small_base(cls: Any, build_config: ConfigBuilder, base: Values) -> Values:
-    """Return `base` with few layers and experts if the names are the same; building them takes most of the time."""
+def small_base(cls: Any, build_config: ConfigBuilder, base: Values) -> Values:
+    """Return `base` with few layers and experts, or `base` itself if the names then differ; few are faster to build."""
     full_names = _state_names(cls, build_config, base)
-    for counts in (_LAYER_COUNTS | _EXPERT_COUNTS, _LAYER_COUNTS):
+    for count_keys in (LAYER_COUNT_KEYS | EXPERT_COUNT_KEYS, LAYER_COUNT_KEYS):
         try:
             small = base
-            for place, config_values in _configs(build_config(copy.deepcopy(base))):
-                less = {
+            for config_path, config_values in walk_configs(build_config(copy.deepcopy(base))):
+                smaller_counts = {
                     key: _SMALL_COUNT
-                    for key in counts & config_values.keys()
+                    for key in count_keys & config_values.keys()
                     if _is_greater(config_values[key], _SMALL_COUNT)
                 }
-                if less:
-                    small = _with_change(small, build_config, Change(place, less))
+                if smaller_counts:
+                    small = with_change(small, build_config, Change(config_path, smaller_counts))
             if _state_names(cls, build_config, small) == full_names:
                 return small
         except Exception:  # a list with an entry per layer, or groups of experts
@@ -141,79 +147,86 @@ def _state_names(cls: Any, build_config: ConfigBuilder, values: Values) -> froze
     return patterns_of(meta_model.build_on_meta(cls, build_config(copy.deepcopy(values))).state_dict(keep_vars=True))
 
 
-def _configs(config: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Yield the attribute path and the values of the config and of those below it."""
-    yield place, vars(config)
+def walk_configs(config: Any, config_path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Yield the attribute path and the values of the config and of each of its sub-configs, at any depth."""
+    yield config_path, vars(config)
     for key, value in sorted(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            yield from _configs(value, (*place, key))
+            yield from walk_configs(value, (*config_path, key))
 
 
 def _is_greater(value: Any, count: int) -> bool:
     return isinstance(value, int) and value > count
 
 
-def _with_all_changes(
+def _names_with_all_changes(
     cls: Any, build_config: ConfigBuilder, base: Values, effective: list[Change], names: MetaModelNames
 ) -> MetaModelNames:
-    """Add the names under all effective changes together, such as biases of modules that another key adds."""
+    """Return `names` and those with all effective changes together, such as biases of modules that another key adds."""
     if len(effective) < 2:
         return names
     try:
         for change in effective:
-            base = _with_change(base, build_config, change)
+            base = with_change(base, build_config, change)
         return meta_model.add_names_of(meta_model.build_with_all_ties(cls, build_config(copy.deepcopy(base))), names)
-    except Exception:  # they exclude each other
+    except Exception:  # the changes exclude each other
         return names
 
 
-def _possible_changes(config: Any, reads: Reads, place: tuple[str, ...] = ()) -> Iterator[Change]:
-    """Yield every change of one key, or of one switch, in this config and those below it."""
+def possible_changes(config: Any, reads: Reads, config_path: tuple[str, ...] = ()) -> Iterator[Change]:
+    """Yield every change of one key, or of one entry of `SWITCHES`, in this config and its sub-configs.
+
+    Args:
+        config: The config.
+        reads: Keys that the model reads, with their config classes; other keys are not changed.
+        config_path: Attribute path from the root config to `config`.
+    """
     config_values = vars(config)
     for switch in SWITCHES:
         if next(iter(switch)) in config_values:
-            yield Change(place, switch)
+            yield Change(config_path, switch)
     for key in sorted(config_values):
         value = config_values[key]
         if isinstance(value, PreTrainedConfig):
-            yield from _possible_changes(value, reads, (*place, key))
-            if key == "vision_config" and _is_exchangeable(config, key):
-                yield from (Change(place, {key: {"model_type": kind}}) for kind in VISION_TYPES)
-        elif (type(config), key) in reads and key not in _KEYS_WITHOUT_NAMES:
-            yield from (Change(place, {key: other}) for other in _other_values(config, key, value))
+            yield from possible_changes(value, reads, (*config_path, key))
+            if key == "vision_config" and _is_auto_config(config, key):
+                yield from (Change(config_path, {key: {"model_type": model_type}}) for model_type in VISION_TYPES)
+        elif (type(config), key) in reads and key not in _KEYS_WITHOUT_EFFECT:
+            yield from (Change(config_path, {key: other}) for other in other_values(config, key, value))
 
 
-def _other_values(config: Any, key: str, value: Any) -> Iterator[Any]:
-    """Yield the other values that a key can have."""
-    kinds = _declared_types(config, key)
+def other_values(config: Any, key: str, value: Any) -> Iterator[Any]:
+    """Yield other values to try for a key; none if it has no effect on names or the possible values are unknown."""
+    declared = declared_types(config, key)
     if key.startswith("_") or key.endswith(("_token_id", "_token_index")) or "drop" in key:
         return
     if isinstance(value, bool):
         yield not value
     elif value is None and key in getattr(config, "sub_configs", {}):
-        if not _is_exchangeable(config, key):
+        if not _is_auto_config(config, key):
             yield {}
-    elif value is None and bool in kinds:
+    elif value is None and bool in declared:
         yield True
-    elif value is None and int in kinds:
+    elif value is None and int in declared:
         yield _TRIAL_COUNT
     elif isinstance(value, str):
-        yield from (kind for kind in kinds if isinstance(kind, str) and kind != value)
+        yield from (choice for choice in declared if isinstance(choice, str) and choice != value)
     elif value == []:
         yield [0]  # indices of layers, as in `mlp_only_layers`
     elif isinstance(value, int):
         if value in (0, 1):
             yield _TRIAL_COUNT
-        if type(None) in kinds:
+        if type(None) in declared:
             yield None
 
 
-def _is_exchangeable(config: Any, key: str) -> bool:
+def _is_auto_config(config: Any, key: str) -> bool:
+    """Return True if the config class accepts any type of config for a sub-config."""
     sub_configs: Mapping[str, type] = getattr(config, "sub_configs", {})
     return key in sub_configs and sub_configs[key].__name__ == "AutoConfig"
 
 
-def _declared_types(config: Any, key: str) -> list[Any]:
+def declared_types(config: Any, key: str) -> list[Any]:
     """Return the types, and the choices of a `Literal`, that the config class declares for a key."""
     for base in type(config).__mro__:
         annotations = inspect.get_annotations(base)
@@ -224,32 +237,36 @@ def _declared_types(config: Any, key: str) -> list[Any]:
     return []
 
 
-def _with_change(values: Values, build_config: ConfigBuilder, change: Change) -> Values:
-    """Return a copy of `values` with the change; configs above the key get all values that are not the default."""
+def with_change(values: Values, build_config: ConfigBuilder, change: Change) -> Values:
+    """Return a copy of `values` with the change.
+
+    Each sub-config on its path gets all values that differ from the defaults of its class, so that other keys stay as
+    they are.
+    """
     result = copy.deepcopy(values)
     config, node = build_config(copy.deepcopy(values)), result
-    for key in change.place:
+    for key in change.config_path:
         config = getattr(config, key)
-        spelled = {name: value for name, value in config.to_diff_dict().items() if name not in _KEYS_WITHOUT_NAMES}
-        node[key] = {**spelled, **(node.get(key) or {})}
+        diff = {name: value for name, value in config.to_diff_dict().items() if name not in _KEYS_WITHOUT_EFFECT}
+        node[key] = {**diff, **(node.get(key) or {})}
         node = node[key]
     node.update(copy.deepcopy(change.values))
     return result
 
 
 @contextlib.contextmanager
-def _recorded_reads() -> Iterator[Reads]:
-    """Record the keys that are read, with their config classes."""
+def record_reads() -> Iterator[Reads]:
+    """Yield a set that collects the keys that are read from any config in this context, with their config classes."""
     reads: Reads = set()
     base: Any = PreTrainedConfig
     original: Callable[[Any, str], Any] = base.__getattribute__
 
-    def read(self: Any, key: str) -> Any:
-        kind = type(self)
-        reads.add((kind, kind.attribute_map.get(key, key)))
+    def recorded_getattribute(self: Any, key: str) -> Any:
+        config_class = type(self)
+        reads.add((config_class, config_class.attribute_map.get(key, key)))
         return original(self, key)
 
-    base.__getattribute__ = read
+    base.__getattribute__ = recorded_getattribute
     try:
         yield reads
     finally:

@@ -1,4 +1,7 @@
-"""Write a small Qwen3 checkpoint with random weights and a tied head: python demo_checkpoint.py DIRECTORY."""
+"""Write a small Qwen3 checkpoint with random weights and tied embeddings.
+
+Run it as `python tools/demo_checkpoint.py DIRECTORY`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 
 def main(directory: Path) -> None:
-    """Save the model with transformers, in several shards."""
+    """Save the model with transformers, in several safetensors files."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -3,14 +3,15 @@
 GitHub and Python-Markdown, which mkdocs uses, differ in four points:
 
     links     a page links to files of the repository (`../README.md`, `../ckptx/errors.py`); the site has pages for
-              some of them (`EXTRA_PAGES`), and the others are on GitHub
-    lists     GitHub takes the text of an item from the column where it begins, Python-Markdown from every fourth
-              column; and Python-Markdown needs an empty line above a list
-    tables    GitHub needs a backslash before a `|` in code, Python-Markdown prints it
-    start     GitHub shows docs/README.md for the folder; the site has its navigation instead and starts with README.md
+              some of them (`EXTRA_PAGES`), and links to the others lead to GitHub
+    lists     on GitHub, a nested list is indented to the column where the text of its parent item begins, in
+              Python-Markdown by four columns per level; and Python-Markdown needs an empty line above a list
+    tables    GitHub needs a backslash before a `|` in code, Python-Markdown prints the backslash
+    start     GitHub shows docs/README.md, a list of the pages, for docs/; the site has its navigation instead and
+              starts with README.md
 
-`on_page_content` compares what Python-Markdown made of a page with what a CommonMark parser makes of it, so that a page
-which only GitHub shows correctly fails the build.
+`on_page_content` compares the HTML of Python-Markdown with that of a CommonMark parser, which is what GitHub has, and
+fails the build if they differ.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 BRANCH = "main"
 
-# Files outside docs/ that the site has, each with its name there.
+# Files outside docs/ -> name of their page on the site.
 EXTRA_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
-# docs/README.md is a list of the pages: the navigation of the site.
+# Not on the site: its navigation lists the pages.
 LIST_OF_PAGES = "docs/README.md"
 
-# Code in the pages has lines of up to 120 columns, and output has longer ones: lines of commands and output wrap, those
-# of programs and diagrams do not. In a table, short code and short columns do not break.
+# Code in the pages has lines of up to 120 columns, and output has longer lines: commands and output wrap, programs and
+# diagrams do not. In a table, short code does not break.
 STYLE = "site.css"
 _CSS = """\
 .md-grid { max-width: 78rem; }
@@ -60,16 +61,20 @@ _COMPARED_TAGS = ("h1", "h2", "h3", "h4", "li", "pre", "table", "tr", "a", "img"
 
 
 def source_path(src_uri: str) -> str:
-    """Return the path in the repository of a page of the site."""
-    extra = {page: path for path, page in EXTRA_PAGES.items()}
-    return extra.get(src_uri, f"docs/{src_uri}")
+    """Return the path in the repository of the source of a page.
+
+    Args:
+        src_uri: Path of the source as mkdocs has it, relative to docs/; for an extra page its name on the site.
+    """
+    extra_sources = {page: path for path, page in EXTRA_PAGES.items()}
+    return extra_sources.get(src_uri, f"docs/{src_uri}")
 
 
 def site_link(target: str, source: str, repository: str) -> str:
-    """Return a link of a page as the site needs it.
+    """Return the target of a link for the site.
 
     Args:
-        target: The link as written, relative to the file that has it.
+        target: The target as written, relative to the file that has the link.
         source: Path of that file in the repository.
         repository: Address of the repository on GitHub.
 
@@ -118,14 +123,14 @@ def with_wide_lists(text: str) -> str:
             while columns and indent < columns[-1]:
                 columns.pop()
         depth = len(columns)
-        left = columns[-1] if columns else 0
+        text_column = columns[-1] if columns else 0
         if item:
-            if not after_blank and not any(_ITEM.match(each) for each in _paragraph(lines)):
+            if not after_blank and not any(_ITEM.match(each) for each in _last_paragraph(lines)):
                 lines.append("")
             columns.append(item.end())
-            lines.append(f"{' ' * _INDENT * depth}{line[left:]}")
+            lines.append(f"{' ' * _INDENT * depth}{line[text_column:]}")
         else:
-            lines.append(f"{' ' * _INDENT * depth}{line[min(left, indent) :]}")
+            lines.append(f"{' ' * _INDENT * depth}{line[min(text_column, indent) :]}")
     return "\n".join(lines)
 
 
@@ -137,8 +142,8 @@ def with_plain_pipes(text: str) -> str:
     )
 
 
-def _paragraph(lines: list[str]) -> list[str]:
-    """Return the last lines up to an empty one."""
+def _last_paragraph(lines: list[str]) -> list[str]:
+    """Return the lines after the last empty line, in reversed order."""
     found: list[str] = []
     for line in reversed(lines):
         if not line.strip():
@@ -162,8 +167,8 @@ def _lines(text: str) -> list[tuple[str, bool]]:
     return found
 
 
-def tags(html: str) -> Counter[str]:
-    """Count the elements of a page that both Markdown parsers must agree on."""
+def count_tags(html: str) -> Counter[str]:
+    """Return tag -> number of elements, for the tags that both Markdown parsers must agree on."""
     return Counter(tag for tag in re.findall(r"<(\w+)[\s>]", html) if tag in _COMPARED_TAGS)
 
 
@@ -193,24 +198,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Remove the mark at which the theme asks GitHub for the version and the stars of the repository."""
+    """Remove the attribute that makes the theme ask GitHub for the version and the stars of the repository."""
     return output.replace(' data-md-component="source"', "")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Compare the page with what CommonMark makes of it, and mark short code for the style.
+    """Compare the page with the HTML of a CommonMark parser, and give short code the class `short` for the style sheet.
 
     Raises:
-        PluginError: The parsers disagree about headings, lists, code blocks, tables or links.
+        PluginError: The numbers of some element in `_COMPARED_TAGS` differ.
     """
     from markdown_it import MarkdownIt
     from mkdocs.exceptions import PluginError
 
-    expected = tags(MarkdownIt("commonmark").enable("table").render(page.meta.pop("commonmark")))
-    own = re.sub(r'<a class="headerlink".*?</a>', "", html)
-    found = tags(re.sub(r'<a id="__codelineno.*?</a>', "", own))
-    wrong = {tag: (found[tag], expected[tag]) for tag in _COMPARED_TAGS if found[tag] != expected[tag]}
-    if wrong:
-        differences = ", ".join(f"{found} <{tag}> instead of {expected}" for tag, (found, expected) in wrong.items())
+    expected = count_tags(MarkdownIt("commonmark").enable("table").render(page.meta.pop("commonmark")))
+    without_heading_links = re.sub(r'<a class="headerlink".*?</a>', "", html)
+    found = count_tags(re.sub(r'<a id="__codelineno.*?</a>', "", without_heading_links))
+    differing_tags = [tag for tag in _COMPARED_TAGS if found[tag] != expected[tag]]
+    if differing_tags:
+        differences = ", ".join(f"{found[tag]} <{tag}> instead of {expected[tag]}" for tag in differing_tags)
         raise PluginError(f"{source_path(page.file.src_uri)}: the site would differ from GitHub: {differences}")
     return _SHORT_CODE.sub(r'<code class="short">\1</code>', html)

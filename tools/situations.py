@@ -26,32 +26,39 @@ the end.
 
 
 def main() -> int:
-    """Write the page; return 1 if a case did not end as required."""
+    """Run the cases and write the page; return 1 if a case did not end as required."""
     load_all()
-    rows, right, wrong = [], Counter[str](), 0
+    rows, num_passed, num_failed = [], Counter[str](), 0  # passed: by area
     runner = Runner()
-    with tempfile.TemporaryDirectory(prefix="situations-") as place:
-        for number, each in enumerate(SITUATIONS):
-            root = Path(place, str(number))
+    with tempfile.TemporaryDirectory(prefix="situations-") as work:
+        for number, situation in enumerate(SITUATIONS):
+            root = Path(work, str(number))
             root.mkdir()
-            outcome = play(each, root, runner)
-            right[each.area] += not outcome.wrong
-            wrong += bool(outcome.wrong)
+            outcome = play(situation, root, runner)
+            num_passed[situation.area] += not outcome.wrong
+            num_failed += bool(outcome.wrong)
             for reason in outcome.wrong:
-                print(f"{each.area}: {each.name}: {reason}", file=sys.stderr)
-            rows.append(f"| {each.area} | {_cell(each.name)} | {outcome.exit} | {_cell(outcome.line, root)} |")
+                print(f"{situation.area}: {situation.name}: {reason}", file=sys.stderr)
+            rows.append(
+                f"| {situation.area} | {_cell(situation.name)} | {outcome.exit} | {_cell(outcome.line, root)} |"
+            )
     runner.close()
-    counts = Counter(each.area for each in SITUATIONS)
+    counts = Counter(situation.area for situation in SITUATIONS)
     table = ["| area | situations | as expected |", "|---|---|---|"]
-    table += [f"| {area} | {count} | {right[area]} |" for area, count in counts.items()]
-    table += [f"| total | {len(SITUATIONS)} | {sum(right.values())} |"]
+    table += [f"| {area} | {count} | {num_passed[area]} |" for area, count in counts.items()]
+    table += [f"| total | {len(SITUATIONS)} | {sum(num_passed.values())} |"]
     rows = ["| area | situation | exit code | output |", "|---|---|---|---|", *rows]
     (CHECKOUT / "docs" / "situations.md").write_text(_HEAD + "\n".join(table) + "\n\n" + "\n".join(rows) + "\n")
-    return int(wrong > 0)
+    return int(num_failed > 0)
 
 
 def _cell(text: str, root: Path | None = None) -> str:
-    """Return text for a cell of a table: short, without local paths, with pipes escaped."""
+    """Return text for a cell of a table: short, without times, with pipes and markup escaped.
+
+    Args:
+        text: The text.
+        root: Directory to remove from paths in it; None if it has none.
+    """
     if root is not None:
         text = text.replace(f"{root}/", "").replace(str(root), ".")
     text = re.sub(r"\d+(\.\d+)? s, .*", "", text)

@@ -33,17 +33,17 @@ def test_no_config_lacks_what_is_there_or_has_what_is_not(class_name: str, monke
     assert known is not None and rules is not None
     build, chooser, tried = meta_model.default_config_builder(cls), random.Random(class_name), 0
     try:
-        base = variants._small_base(cls, build, {})
-        with variants._recorded_reads() as reads:
+        base = variants.small_base(cls, build, {})
+        with variants.record_reads() as reads:
             meta_model.build_on_meta(cls, build(copy.deepcopy(base)))
     except Exception:
         pytest.skip("its defaults cannot be built")
-    changes = list(variants._possible_changes(build(copy.deepcopy(base)), reads))
+    changes = list(variants.possible_changes(build(copy.deepcopy(base)), reads))
     for _ in range(_CONFIGS):
         values: dict[str, Any] = base
         try:
             for change in chooser.sample(changes, min(len(changes), chooser.choice((1, 1, 2, 3)))):
-                values = variants._with_change(values, build, change)
+                values = variants.with_change(values, build, change)
             config = build(copy.deepcopy(values))
             there = set(map(pattern_of, meta_model.build_on_meta(cls, config).state_dict(keep_vars=True)))
         except Exception:  # no checkpoint has such a config
