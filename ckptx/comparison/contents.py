@@ -225,8 +225,10 @@ class _Comparison:
     _errors: list[BaseException] = field(default_factory=list)
 
     def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
-        queue = deque(sorted(range(len(self.pairs)), key=lambda i: -self.pairs[i].a.nbytes))
-        total = sum(pair.a.nbytes for pair in self.pairs)
+        first_by_bytes: dict[object, int] = {}  # names of the same bytes on both sides are read once
+        first_index = [self._first_index(i, first_by_bytes) for i in range(len(self.pairs))]
+        queue = deque(sorted(set(first_index), key=lambda i: -self.pairs[i].a.nbytes))
+        total = sum(self.pairs[index].a.nbytes for index in queue)
         compared_nbytes = [0] * workers
         lock = threading.Lock()
 
@@ -265,7 +267,24 @@ class _Comparison:
             raise
         if self._errors:
             raise self._errors[0]
-        return [self._rows[index] for index in sorted(self._rows)]
+        for index, first in enumerate(first_index):
+            if index != first:
+                self.overflow_counts.copy(self.pairs[first].name, self.pairs[index].name)
+        return [
+            {**self._rows[first], "name": self.pairs[index].name}
+            for index, first in enumerate(first_index)
+            if first in self._rows
+        ]
+
+    def _first_index(self, index: int, first_by_bytes: dict[object, int]) -> int:
+        """Return the index of the first pair with the same bytes on both sides; its own if there is none before."""
+        pair = self.pairs[index]
+        if not (pair.a.chunks and pair.b.chunks):
+            return index
+        first = first_by_bytes.setdefault((pair.a.position, pair.b.position), index)
+        other = self.pairs[first]
+        is_same = (pair.a[1:], pair.b[1:], pair.dtype) == (other.a[1:], other.b[1:], other.dtype)
+        return first if is_same else index
 
 
 def _compare(

@@ -118,8 +118,8 @@ class StepOptions(
     loss: Annotated[
         Loss,
         Option(
-            "Cross-entropy loss in fp32 on sharded logits or, as in transformers, on full logits (full); or the sum "
-            "of the logits without a loss (none).",
+            "Cross-entropy loss in fp32 on logits that TP shards (sharded) or, as in transformers, on full logits "
+            "(full); or the sum of the logits without a loss (none).",
             TRAINING_STEP,
             shorthands={"--no-loss": "none"},
         ),

@@ -40,7 +40,7 @@ class RunOptions(
     reference_memory: Annotated[
         int | str | None,
         Option(
-            "Memory limit for the reference model; larger models are run layer by layer. With one rank, it covers both "
+            "Memory limit for the reference model; a larger one runs in several parts. With one rank, it covers both "
             "models.",
             MEMORY_LIMITS,
             parse=parse_size,

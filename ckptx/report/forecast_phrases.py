@@ -12,7 +12,7 @@ from ckptx.report.report import counted, human_bytes
 _PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
-LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
+_LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
 
 
 def mesh_text(report: ForecastReport) -> str:
@@ -39,18 +39,19 @@ def settings_text(report: ForecastReport) -> str:
     """Return dtypes, optimizer, loss and activation checkpointing of the step."""
     step = report.settings
     mode, scope = step["activation_checkpointing"], step["ac_scope"]
-    return f"{step_text(step)}, activation checkpointing {mode}{'' if scope == 'all' else f' ({scope} layers)'}"
+    has_tp = report.layout["tp"] > 1
+    return f"{step_text(step, has_tp)}, activation checkpointing {mode}{'' if scope == 'all' else f' ({scope} layers)'}"
 
 
-def step_text(step: Mapping[str, Any]) -> str:
-    """Return the settings of a step that do not depend on the mesh: dtypes, optimizer and loss."""
+def step_text(step: Mapping[str, Any], has_tp: bool) -> str:
+    """Return dtypes, optimizer and loss of a step; logits are sharded with TP only."""
     parts = [str(step["dtype"])]
     if step["param_dtype"]:
         parts.append(f"gathered in {step['param_dtype']}")
     if step["reduce_dtype"]:
         parts.append(f"reduced in {step['reduce_dtype']}")
     parts.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
-    parts.append(LOSS_TEXTS[step["loss"]])
+    parts.append("float32 loss" if step["loss"] == "sharded" and not has_tp else _LOSS_TEXTS[step["loss"]])
     return ", ".join(parts)
 
 
@@ -103,7 +104,7 @@ def communication_text(row: Mapping[str, Any]) -> str:
 def human_count(number: float) -> str:
     """Return a number with a decimal prefix: `56.2 T`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(number) < 1000:
+        if abs(number) < 999.5:  # which rounds to 1000
             return f"{number:.3g} {prefix}"
         number /= 1000
     return f"{number:.3g} E"

@@ -24,7 +24,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     lines = [
         f"{report.architecture}, {report.parameters:,} parameters, on {_gpus_text(report)}",
         f"per step, over all GPUs: batch {step['sequences']:,} x {step['seq']:,} tokens{images}",
-        step_text(step),
+        step_text(step, has_tp=True),
     ]
     if report.layouts:
         lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])

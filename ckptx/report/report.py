@@ -175,7 +175,7 @@ def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
 def human_bytes(nbytes: float) -> str:
     """Return a size in binary units: `1.92 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
+        if abs(nbytes) < (1024 if unit == "B" else 1023.995):  # which rounds to 1024.00
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"

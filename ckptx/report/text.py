@@ -63,10 +63,12 @@ def conversion_text(report: ConversionReport) -> str:
     ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
     lines += map(_tie_line, ties)
     names_in_ties = {row["target"] for row in ties} | {row["source"] for row in ties}
-    aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= names_in_ties]
+    aliases = [(name, stored) for name, stored in report.aliases.items() if names_in_ties.isdisjoint((name, stored))]
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
-        lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
+        optimizer = report.dropped_optimizer if reason.startswith("optimizer") else None
+        size = f", {human_bytes(optimizer['bytes'])}" if optimizer is not None else ""
+        lines.append(f"dropped: {counted(count, 'tensor')}{size} ({reason})")
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
     names = report.dtype_unchanged
     if names:
@@ -100,14 +102,14 @@ def _output_line(report: ConversionReport) -> str:
 
 
 def _source_line(report: ConversionReport) -> str:
-    """Return the source tensors by outcome: `source tensors: 43 (20 written, 1 tied, 22 optimizer dropped)`."""
+    """Return the source tensors by outcome, as in `source tensors: 43 (21 written, 22 optimizer dropped)`."""
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
     if stored != ledger["written"]:
         parts[0] += f" as {counted(stored, 'tensor')}"
     if ledger["aliases"]:
-        parts.append(f"{ledger['aliases']:,} tied")
+        parts.append(f"{ledger['aliases']:,} tied to one of them")
     kinds = Counter(_state_kind(row["reason"]) for row in report.dropped)
     parts += [f"{count:,} {kind}dropped" for kind, count in kinds.items()]
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
@@ -124,7 +126,7 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    per_rank = f"files of a rank: mean {human_bytes(mean)}, largest {human_bytes(max(sizes))}"
+    per_rank = f"bytes per rank: mean {human_bytes(mean)}, max {human_bytes(max(sizes))}"
     lines = [f"mesh: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
@@ -165,9 +167,9 @@ def inspect_text(report: InspectionReport) -> str:
         )
     if report.objects:
         lines.append(f"  objects       {report.objects} pickled, not loaded")
-    lines += [f"  shared        {' = '.join(names)}" for names in _first_rows(report.alias_groups)]
+    lines += [f"  alias         {' = '.join(names)}" for names in _first_rows(report.alias_groups)]
     lines += [
-        f"  tied          {' = '.join(names)}, stored separately, counted once"
+        f"  tied          {' = '.join(names)}, stored separately, one parameter"
         for names in _first_rows(report.tied_groups)
     ]
     if report.unknown_tensors:
@@ -185,7 +187,7 @@ def inspect_text(report: InspectionReport) -> str:
         )
     elif report.by_rank is None:
         rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in report.groups]
-        lines += _table(_first_rows(rows))
+        lines += _table([["names", "tensors", "bytes"], *_first_rows(rows)])
     if report.by_rank is not None:
         from ckptx.report.ranks import rank_lines  # not needed for other reports
 

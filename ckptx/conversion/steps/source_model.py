@@ -23,7 +23,7 @@ from ckptx.model_view.view import (
     view_model,
 )  # fmt: skip
 from ckptx.options.conversion import ConversionOptions
-from ckptx.report.report import counted, human_bytes
+from ckptx.report.report import counted
 from ckptx.storage.interface import SourceFiles
 
 
@@ -199,16 +199,12 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
             rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside_reason})
             rows[-1]["reason"] = models.get(duplicates.get(name, name), rows[-1]["reason"])
     nbytes = view.nbytes(optimizer)
-    count = len(other) - len(models.keys() & other)
-    note = (
-        f"dropped: {counted(len(optimizer), 'optimizer tensor')} ({human_bytes(nbytes)}), "
-        f"{counted(count, 'other tensor')}, {counted(len(objects), 'pickled object')}"
-    )
+    note = f"dropped: {counted(len(objects), 'pickled object')} of the training state"
     return DroppedState(
         tuple(rows),
         {"tensors": len(optimizer), "bytes": nbytes},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
-        (*((note,) if optimizer or count or objects else ()), *view.notes_on_other_models("not converted")),
+        (*((note,) if objects else ()), *view.notes_on_other_models("not converted")),
     )
 
 

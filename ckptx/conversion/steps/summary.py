@@ -93,7 +93,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         else {"class": architecture.class_name, "known_from": architecture.known_from},
         ledger=conversion.ledger.to_dict(),
         config_check=None if conversion.config_check.match is None else conversion.config_check.match.to_dict(),
-        prefix=view.prefix or None,
+        prefix=None if _keeps_prefix(conversion) else view.prefix or None,
         unknown_tensors=list(view.unknown) if view.unknown and known else None,
         dtype_unchanged=conversion.cast.uncast,
         base_dtypes=conversion.cast.base_dtypes,
@@ -110,6 +110,13 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         **_mesh_entries(conversion.sharded),
         **dry_run,
     )
+
+
+def _keeps_prefix(conversion: ConversionState) -> bool:
+    """Return True if the tensors of the output have the names that they have in the source, with its prefix."""
+    tensors = conversion.model.view.tensors
+    names = conversion.contents.names
+    return any(name in tensors and tensors[name].name == output_name for name, output_name in names.items())
 
 
 def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:

@@ -198,8 +198,9 @@ def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated
         missing: Kinds of input that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
     """
+    has_tp = task.dims.tp > 1
     loss = {
-        "sharded": "the loss is computed in float32, on logits that stay sharded over the vocabulary under TP",
+        "sharded": "the loss is computed in float32" + (", on logits that stay sharded" if has_tp else ""),
         "full": "the loss is computed as in transformers: on full logits, in float32",
         "none": "no loss: the logits are summed",
     }[task.loss]
@@ -216,7 +217,7 @@ def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated
         ),
     ]
     if task.optimizer in ("adam", "adamw"):
-        assumptions.append("the optimizer updates one tensor at a time (foreach=False), as TP requires")
+        assumptions.append("the optimizer updates one tensor at a time (foreach=False)")
     if is_extrapolated:
         assumptions.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:

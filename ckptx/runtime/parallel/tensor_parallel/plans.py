@@ -12,6 +12,7 @@ which is correct for every model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -148,20 +149,28 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
     Raises:
         UnsupportedError: A number of heads is not a multiple of `tp`.
     """
+    if tp == 1:
+        return
     plan = architecture.tensor_parallel_plan(config)
     text = _text_config(config, architecture)
+    key_by_count: dict[int, str] = {}
     for pattern in plan.patterns():
         match = plan.find_rule(pattern)
-        if match is None or tp == 1 or not _requires_whole_heads(plan, match[0], match[1]):
+        if match is None or not _requires_whole_heads(plan, match[0], match[1]):
             continue
         for count, _ in match[1].heads:
             key = _find_head_count_key(text, count)
             flag = _FLAG_OF_HEAD_COUNT.get(key)
-            if count % tp and (flag is None or text.get(flag)):
-                raise UnsupportedError(
-                    f"{architecture.class_name}: {key} is {count}, must be a multiple of tp={tp} for {pattern}; "
-                    f"choose a tp that divides {count}"
-                )
+            if flag is None or text.get(flag):
+                key_by_count.setdefault(count, key)
+    undivided = [count for count in sorted(key_by_count) if count % tp]
+    if undivided:
+        divisor = math.gcd(*key_by_count)
+        choices = [str(each) for each in range(1, divisor + 1) if divisor % each == 0]
+        raise UnsupportedError(
+            f"{architecture.class_name}: {key_by_count[undivided[0]]} is {undivided[0]}, which tp={tp} does not "
+            f"divide; choose tp {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
+        )
 
 
 class _BasePlan(NamedTuple):
