@@ -19,7 +19,29 @@ if TYPE_CHECKING:
 PHASES = (
     "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume", "kills",
 )  # fmt: skip
+# The same for a recipe with a `trainer` block; "sharded" only with `checks.sharded`.
+TRAINER_PHASES = ("uninterrupted", "sharded", "rerun", "load and save", "resumed")
 _WHOLE_RUN = "run"  # name of the test of the run as a whole
+
+
+def phase_names(recipe: str, settings: Sequence[str]) -> tuple[str, ...]:
+    """Return the phases of a recipe; none if it cannot be read, which the test of the whole run reports.
+
+    Args:
+        recipe: Name or YAML file of the recipe.
+        settings: Overrides of its keys, KEY=VALUE.
+    """
+    from ckptx.errors import CkptxError
+
+    try:
+        from ckptx.runtime.training.recipe_file import read_recipe
+
+        found = read_recipe(recipe, settings)
+    except (CkptxError, ImportError):
+        return ()
+    if found.trainer is None:
+        return PHASES
+    return tuple(each for each in TRAINER_PHASES if each != "sharded" or found.checks.sharded is not None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +72,10 @@ def pytest_collection_modifyitems(
         node = RecipeNode.from_parent(
             session, name=recipe, nodeid=f"ckptx-recipe {recipe}", settings=config.getoption("ckptx_set")
         )
-        items.extend(node.collect())
+        tests: list[pytest.Item | pytest.Collector] = list(node.collect())
+        items.extend(each for each in tests if isinstance(each, pytest.Item))
+        # Counts them, as pytest does with what it collects itself; without it `-k` prints negative numbers.
+        config.hook.pytest_collectreport(report=pytest.CollectReport(node.nodeid, "passed", None, tests))
 
 
 @pytest.fixture
@@ -84,10 +109,12 @@ class RecipeNode(pytest.Collector):
         self._settings = settings
         self._report: RobustnessReport | None = None
         self._error: Exception | None = None
+        self.phase_names: tuple[str, ...] = ()
 
     def collect(self) -> Iterator[pytest.Item]:
         """Yield the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
-        for name in (_WHOLE_RUN, *PHASES):
+        self.phase_names = phase_names(self.name, self._settings)
+        for name in (_WHOLE_RUN, *self.phase_names):
             item = PhaseItem.from_parent(self, name=name)
             if self.config.pluginmanager.hasplugin("xdist"):  # with `--dist loadgroup` they run in one process
                 item.add_marker(pytest.mark.xdist_group(self.nodeid))
@@ -128,27 +155,35 @@ class PhaseItem(pytest.Item):
             pytest.skip(f"the run ended without a report: {error}")
         phase = next((phase for phase in report.phases if phase["name"] == self.name), None)
         if phase is None:
-            pytest.skip("the recipe does not have or does not select this phase")
+            pytest.skip("the run did not reach this phase")
         self._check_phase(report, phase)
 
     def _check_phase(self, report: RobustnessReport, phase: Mapping[str, Any]) -> None:
-        from ckptx.report.robustness import phase_text
-        from ckptx.untrusted.printable import escape_strings
-
         self.user_properties.append(("ckptx_seconds", phase["seconds"]))
         if phase["ok"] is None:
             pytest.skip("; ".join(phase["notes"]) or "not run")
         if phase["ok"] is False:
-            printable = escape_strings(report)
-            raise PhaseFailure(phase_text(printable, printable.phases[list(report.phases).index(dict(phase))]))
+            raise PhaseFailure(self._failure_text(report, phase))
+
+    @staticmethod
+    def _failure_text(report: RobustnessReport, phase: Mapping[str, Any]) -> str:
+        from ckptx.report.robustness import phase_text
+        from ckptx.untrusted.printable import escape_strings
+
+        printable = escape_strings(report)
+        return phase_text(printable, printable.phases[list(report.phases).index(dict(phase))])
 
     def _check_whole(self, report: RobustnessReport) -> None:
         from ckptx.report.robustness_phrases import verdict
         from ckptx.untrusted.printable import one_line
 
-        for phase in report.phases:
-            if phase["name"] not in PHASES and phase["ok"] is not None:
-                self._check_phase(report, phase)
+        failures = [
+            self._failure_text(report, phase)
+            for phase in report.phases
+            if phase["name"] not in self.parent.phase_names and phase["ok"] is False
+        ]
+        if failures:
+            raise PhaseFailure("\n".join(failures))
         if not report.ok and all(phase["ok"] is not False for phase in report.phases):
             raise PhaseFailure(one_line(verdict(report)))
 

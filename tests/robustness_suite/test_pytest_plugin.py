@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from ckptx import pytest_plugin
 from ckptx.pytest_plugin import PHASES
 from ckptx.report.documents.robustness import RobustnessReport
+from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
 from tests.report.made import oracle, phase, robust
 
 pytest_plugins = ["pytester"]
@@ -24,6 +26,7 @@ _CONFTEST = """
 import json, sys
 from pathlib import Path
 from types import ModuleType
+from ckptx import pytest_plugin as plugin
 from ckptx.errors import InputError
 from ckptx.report.documents.robustness import RobustnessReport
 
@@ -36,6 +39,11 @@ def robustness(options):
         raise InputError(f"{recipe}: is no recipe, needed one of small; name another")
     return RobustnessReport(**json.loads(path.read_text()))
 
+def phase_names(recipe, settings):
+    path = Path(recipe + ".phases")
+    return tuple(json.loads(path.read_text())) if path.exists() else ()
+
+plugin.phase_names = phase_names
 stub = ModuleType("ckptx.robustness_suite.run")
 stub.robustness = robustness
 sys.modules[stub.__name__] = stub
@@ -49,7 +57,8 @@ class Project:
         self._pytester = pytester
         pytester.makeconftest(_CONFTEST)
 
-    def recipe(self, report: RobustnessReport) -> None:
+    def recipe(self, report: RobustnessReport, phases: Sequence[str] = PHASES) -> None:
+        (self._pytester.path / f"{report.recipe}.phases").write_text(json.dumps(list(phases)))
         made = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
         (self._pytester.path / f"{report.recipe}.json").write_text(json.dumps(made))
 
@@ -66,6 +75,7 @@ class Project:
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(pytest_plugin, "phase_names", pytest_plugin.phase_names)  # restored after the conftest's
     return Project(pytester)
 
 
@@ -110,14 +120,13 @@ def test_a_phase_that_did_not_run_is_skipped_with_its_reason(project: Project) -
     project.recipe(FAILING)
     result = project.run("--ckptx-recipe", "broken", "-rs", "-k", "export or replicas")
     result.assert_outcomes(skipped=2, deselected=7)
-    result.stdout.fnmatch_lines_random(
-        ["SKIPPED*not asked for", "SKIPPED*does not have or does not select this phase*"]
-    )
+    result.stdout.fnmatch_lines(["collected 9 items / 7 deselected / 2 selected"])
+    result.stdout.fnmatch_lines_random(["SKIPPED*not asked for", "SKIPPED*the run did not reach this phase*"])
 
 
 def test_a_recipe_that_cannot_be_judged_fails_once(project: Project) -> None:
     result = project.run("--ckptx-recipe", "none")
-    result.assert_outcomes(failed=1, skipped=len(PHASES))
+    result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["exit 3: none: is no recipe*"])
     assert len(project.calls) == 1
 
@@ -127,6 +136,33 @@ def test_phases_that_are_not_known_are_of_the_whole(project: Project) -> None:
     result = project.run("--ckptx-recipe", "small")
     result.assert_outcomes(failed=1, skipped=len(PHASES))
     result.stdout.fnmatch_lines(["*resumed for no step  FAILED*", "*scheduler: 1 of 185 items differ*"])
+
+
+def test_every_phase_of_a_trainer_is_a_test(project: Project) -> None:
+    rows = [
+        phase("uninterrupted"), phase("rerun"), phase("load and save", False, oracle("rng", ["torch"])),
+        phase("resumed", False, oracle("scheduler", ["last_epoch"])), phase("extra", False, oracle("step", ["step"])),
+        phase("more", False, oracle("epoch", ["epoch"])),
+    ]  # fmt: skip
+    project.recipe(robust(exit=1, phases=rows), ["uninterrupted", "rerun", "load and save", "resumed"])
+    result = project.run("--ckptx-recipe", "small")
+    result.assert_outcomes(passed=2, failed=3)
+    result.stdout.fnmatch_lines_random(
+        ["*rng: 1 of 185*", "*scheduler: 1 of 185*", "*extra  FAILED*", "*step: 1 of 185*", "*more  FAILED*",
+         "*epoch: 1 of 185*"]
+    )  # fmt: skip
+
+
+def test_names_of_phases_are_read_from_the_recipe(tmp_path: Path) -> None:
+    """Without torch, as `test_pytest_starts_without_torch` checks for the plugin."""
+    assert pytest_plugin.phase_names("llama_tiny", ["layout.tp=2"]) == PHASES
+    trainer = {name for name in list_shipped_recipes() if read_recipe(name, []).trainer is not None}
+    assert trainer
+    for name in trainer:
+        has_check = read_recipe(name, []).checks.sharded is not None
+        expected = [each for each in pytest_plugin.TRAINER_PHASES if has_check or each != "sharded"]
+        assert list(pytest_plugin.phase_names(name, [])) == expected
+    assert pytest_plugin.phase_names("nothing", []) == pytest_plugin.phase_names("llama_tiny", ["no.key=2"]) == ()
 
 
 def test_a_failure_without_a_phase_is_of_the_whole(project: Project) -> None:
@@ -151,6 +187,7 @@ def test_nothing_runs_without_a_recipe(project: Project, pytester: pytest.Pytest
 
 
 def test_only_collecting_runs_nothing(project: Project) -> None:
+    project.recipe(PASSING)
     result = project.run("--ckptx-recipe", "small", "--collect-only", "-q")
     result.stdout.fnmatch_lines(["ckptx-recipe small::run", "ckptx-recipe small::initial logits"])
     assert not project.calls
@@ -202,3 +239,6 @@ def test_pytest_finds_it() -> None:
 def test_phases_are_those_of_the_run() -> None:
     phases = pytest.importorskip("ckptx.robustness_suite.phases")
     assert [each.name for each in phases.PHASES] == list(PHASES)[: len(phases.PHASES)]
+    external = pytest.importorskip("ckptx.robustness_suite.external_trainer")
+    own = (external.UNINTERRUPTED, external.RERUN, external.LOAD_AND_SAVE, external.RESUMED)
+    assert tuple(each for each in pytest_plugin.TRAINER_PHASES if each != "sharded") == own
