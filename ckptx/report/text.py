@@ -63,7 +63,7 @@ def conversion_text(report: ConversionReport) -> str:
     ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
     lines += map(_tie_line, ties)
     names_in_ties = {row["target"] for row in ties} | {row["source"] for row in ties}
-    aliases = [(name, stored) for name, stored in report.aliases.items() if names_in_ties.isdisjoint((name, stored))]
+    aliases = [(name, stored) for name, stored in report.aliases.items() if name not in names_in_ties]
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         optimizer = report.dropped_optimizer if reason.startswith("optimizer") else None

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import ckptx
+from ckptx.report.forecast_phrases import human_count
 from ckptx.report.report import human_bytes
 from ckptx.report.text import conversion_text
 from tests.report.test_counting import EMBEDDING, HEAD, Source, source
@@ -264,3 +265,20 @@ def test_the_progress_bar_has_the_units_of_the_summary() -> None:
     os.close(theirs)
     assert "300.00 MiB of 1.17 GiB" in seen and "1.17 GiB of 1.17 GiB" in seen
     assert re.search(r"\d MiB/s|\d GiB/s", seen) and not re.search(r"\d[kMG]?B/s", seen)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(1023, "1023 B"), (1024, "1.00 KiB"), ((1 << 20) - 1, "1.00 MiB"), ((1 << 20) - 6, "1023.99 KiB"),
+     ((1 << 30) - 1, "1.00 GiB"), ((1 << 40) - 1, "1.00 TiB"), (-(1 << 20) + 1, "-1.00 MiB")],
+)  # fmt: skip
+def test_sizes_next_to_the_next_unit(nbytes: int, text: str) -> None:
+    assert human_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(999, "999 "), (999.4, "999 "), (999.6, "1 k"), (999_600, "1 M"), (999.6e12, "1 P"), (1e18, "1 E")],
+)
+def test_counts_next_to_the_next_prefix(number: float, text: str) -> None:
+    assert human_count(number) == text
