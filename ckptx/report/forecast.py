@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,9 +70,10 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
         if any(sizes):
             yield f"  {kind:<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"
     yield "  largest tensors at the peak"
-    for each in row["largest_tensors"]:
-        yield (
-            f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
-            f"{module_text(each['module'])}"
-        )
+    counts = Counter(
+        f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
+        f"{module_text(each['module'])}"
+        for each in row["largest_tensors"]
+    )
+    yield from (line if count == 1 else f"{line} ({count} of this size)" for line, count in counts.items())
     yield f"  {flops_text(row)}{f'; {communication_text(row)}' if row['sent_bytes'] else ''}"

@@ -51,7 +51,7 @@ class Log:
 OPTIONAL = {"optional": True}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """Fields that every report has. docs/report.md defines each of them.
 
@@ -100,6 +100,13 @@ class Report:
     def ok(self) -> bool:
         """Return True if the command succeeded and found no difference."""
         return self.exit == 0
+
+    def __repr__(self) -> str:
+        """Return one short line: `<ConversionReport of convert to-hf: exit 0, 90 tensors>`."""
+        problem = "" if self.error is None else f", {self.error}"
+        return (
+            f"<{type(self).__name__} of {self.command}: exit {self.exit}, {counted(self.tensors, 'tensor')}{problem}>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that `--json` prints."""

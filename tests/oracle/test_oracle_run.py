@@ -257,7 +257,7 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_built(
 ) -> None:
     kind, said = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=3, dp_shard=1)
     assert kind == "UnsupportedError"
-    assert "num_attention_heads is 4" in said
+    assert "num_key_value_heads is 2, which tp=3 does not divide; choose tp 1 or 2" in said
     kind, said = run_verify(pool, hf_of("llama-untied"), hf_of("llama-untied"), tp=4, dp_shard=1)
     assert (kind, "num_key_value_heads is 2" in said) == ("UnsupportedError", True)
 

@@ -186,3 +186,12 @@ def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
 def test_documents_are_as_the_schema_says(made: Any) -> None:
     validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert [error.message for error in validator.iter_errors(json.loads(made.to_json()))] == []
+
+
+def test_equal_rows_of_the_largest_tensors_are_one() -> None:
+    row = stage(0, COURSE, largest_tensors=[largest(3, ""), largest(2, ""), largest(2, ""), largest(2, "a")])
+    lines = forecast_text(forecasted(by_stage=[row])).splitlines()
+    begin = next(index for index, line in enumerate(lines) if "largest tensors" in line)
+    found = [line.strip() for line in lines[begin + 1 : begin + 4]]
+    assert [line.endswith("outside modules (2 of this size)") for line in found] == [False, True, False]
+    assert found[2].endswith("in a")

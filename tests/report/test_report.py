@@ -112,3 +112,10 @@ def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
 def test_a_diff_without_differences() -> None:
     report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied_tensors=[])
     assert diff_text(report) == "equal: 1 common name has equal shapes and dtypes"
+
+
+def test_a_report_is_short_in_a_terminal() -> None:
+    for report_class in REPORTS:
+        assert report_class.__repr__ is Report.__repr__, report_class
+    assert repr(Report(command="convert to-hf", tensors=90)) == "<Report of convert to-hf: exit 0, 90 tensors>"
+    assert repr(Report(command="verify", exit=3, error="a: gone")) == "<Report of verify: exit 3, 0 tensors, a: gone>"

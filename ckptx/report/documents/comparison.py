@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptx.report.report import Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DiffReport(Report):
     """Report of `diff`.
 
@@ -28,7 +28,7 @@ class DiffReport(Report):
     tied_tensors: Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class VerifyReport(Report):
     """Report of `verify`.
 

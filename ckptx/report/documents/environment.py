@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptx.report.report import Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EnvironmentReport(Report):
     """Report of `env`.
 

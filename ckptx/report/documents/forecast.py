@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptx.report.report import Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ForecastReport(Report):
     """Report of `forecast`. Bytes are those of tensors on the first rank of a stage, which has the most.
 
@@ -51,7 +51,7 @@ class ForecastReport(Report):
     assumptions: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchReport(Report):
     """Report of `forecast --search`. Bytes are those of tensors on one rank.
 

@@ -26,7 +26,7 @@ class RanksOfInspection:
     by_file: Sequence[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class InspectionReport(Report):
     """Report of `inspect`.
 

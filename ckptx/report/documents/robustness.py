@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptx.report.report import OPTIONAL, Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RobustnessReport(Report):
     """Report of `robustness`. NaN and infinity are the strings "nan" and "inf".
 
@@ -66,7 +66,7 @@ class RobustnessReport(Report):
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FaultsReport(Report):
     """Report of `robustness --inject list`.
 

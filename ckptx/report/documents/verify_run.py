@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptx.report.report import OPTIONAL, Report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport(Report):
     """Report of `verify --run`. NaN and infinity are the strings "nan" and "inf".
 
