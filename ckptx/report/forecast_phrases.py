@@ -103,10 +103,10 @@ def communication_text(row: Mapping[str, Any]) -> str:
 def human_count(number: float) -> str:
     """Return a number with a decimal prefix: `56.2 T`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(number) < 1000:
+        if abs(number) < 999.5:  # the next number with three digits is 1000
             return f"{number:.3g} {prefix}"
         number /= 1000
-    return f"{number:.3g} E"
+    return f"{number:.3g} E" if abs(number) < 999.5 else f"{number:,.0f} E"
 
 
 def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:

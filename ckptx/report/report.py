@@ -174,8 +174,8 @@ def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
 
 def human_bytes(nbytes: float) -> str:
     """Return a size in binary units: `1.92 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+    for unit, digits in (("B", 0), ("KiB", 2), ("MiB", 2), ("GiB", 2)):
+        if abs(round(nbytes, digits)) < 1024:  # 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB"
+            return f"{nbytes:.{digits}f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"

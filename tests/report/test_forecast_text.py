@@ -169,8 +169,12 @@ def test_a_rank_may_have_several_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e13, "25 T"), (3e21, "3e+03 E")]
-)
+    ("number", "said"),
+    [
+        (0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e13, "25 T"), (999.4e12, "999 T"), (999.6e12, "1 P"),
+        (2e18, "2 E"), (3e21, "3,000 E"),
+    ],
+)  # fmt: skip
 def test_counts_have_prefixes(number: float, said: str) -> None:
     assert human_count(number) == said
 

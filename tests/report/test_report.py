@@ -21,8 +21,12 @@ from tests.report.made import converted, inspected
 
 @pytest.mark.parametrize(
     ("nbytes", "said"),
-    [(0, "0 B"), (1024, "1.00 KiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB"), (4 << 40, "4.00 TiB")],
-)
+    [
+        (0, "0 B"), (1023, "1023 B"), (1023.6, "1.00 KiB"), (1024, "1.00 KiB"), ((1 << 20) - 100, "1023.90 KiB"),
+        ((1 << 20) - 1, "1.00 MiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB"), ((1 << 40) - 1, "1.00 TiB"),
+        (4 << 40, "4.00 TiB"),
+    ],
+)  # fmt: skip
 def test_bytes_for_people(nbytes: int, said: str) -> None:
     assert human_bytes(nbytes) == said
 
