@@ -12,7 +12,7 @@ from ckptx.report.report import counted, human_bytes
 _PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
-LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
+_LOSS_TEXTS = {"full": "loss on full logits", "none": "no loss"}
 
 
 def mesh_text(report: ForecastReport) -> str:
@@ -39,19 +39,32 @@ def settings_text(report: ForecastReport) -> str:
     """Return dtypes, optimizer, loss and activation checkpointing of the step."""
     step = report.settings
     mode, scope = step["activation_checkpointing"], step["ac_scope"]
-    return f"{step_text(step)}, activation checkpointing {mode}{'' if scope == 'all' else f' ({scope} layers)'}"
+    layers = "" if scope == "all" else f" ({scope} layers)"
+    return f"{step_text(step, report.layout['tp'])}, activation checkpointing {mode}{layers}"
 
 
-def step_text(step: Mapping[str, Any]) -> str:
-    """Return the settings of a step that do not depend on the mesh: dtypes, optimizer and loss."""
+def step_text(step: Mapping[str, Any], tp: int | None) -> str:
+    """Return dtypes, optimizer and loss of a step.
+
+    Args:
+        step: Settings of the step.
+        tp: Number of TP ranks; None for several meshes.
+    """
     parts = [str(step["dtype"])]
     if step["param_dtype"]:
         parts.append(f"gathered in {step['param_dtype']}")
     if step["reduce_dtype"]:
         parts.append(f"reduced in {step['reduce_dtype']}")
     parts.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
-    parts.append(LOSS_TEXTS[step["loss"]])
+    parts.append(_LOSS_TEXTS.get(step["loss"]) or _sharded_loss_text(tp))
     return ", ".join(parts)
+
+
+def _sharded_loss_text(tp: int | None) -> str:
+    """Return the text of a loss on logits that TP shards; see `step_text` for `tp`."""
+    if tp is None:
+        return "loss on logits sharded with TP"
+    return "loss in float32" if tp == 1 else "loss on sharded logits"
 
 
 def stages_text(report: ForecastReport, row: Mapping[str, Any]) -> str:

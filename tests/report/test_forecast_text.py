@@ -115,6 +115,12 @@ def test_settings_are_said() -> None:
     )
 
 
+@pytest.mark.parametrize(("tp", "text"), [(1, "loss in float32"), (2, "loss on sharded logits")])
+def test_logits_are_sharded_with_tp_only(tp: int, text: str) -> None:
+    report = forecasted(layout={"tp": tp, "pp": 1, "dp_shard": 2, "dp_replicate": 1})
+    assert settings_text(report) == f"float32, gathered in bfloat16, adamw, {text}, activation checkpointing full"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
