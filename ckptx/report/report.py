@@ -64,7 +64,7 @@ class Report:
         bytes_read: Bytes of tensor data read.
         bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
         aliases: Names in the checkpoint that share the bytes of another name -> that other name.
-        ties: Decisions on tied weights: target, source, case, action, evidence.
+        ties: Decisions on tied weights: target, source, case, action, declared, evidence, output_names.
         dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
         dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
