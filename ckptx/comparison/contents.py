@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,6 +200,25 @@ class _BlockSink:
         self._position += len(view)
 
 
+def _group_pairs(pairs: list[_Pair]) -> list[list[int]]:
+    """Return the indices of the pairs, in groups of those that have stored bytes in common: the names of a tied tensor.
+
+    The pairs of a group are compared together, so that shared bytes are read once.
+    """
+    groups: dict[int, list[int]] = {}
+    group_by_bytes: dict[object, int] = {}
+    for index, pair in enumerate(pairs):
+        keys = [(side, entry.position) for side, entry in enumerate((pair.a, pair.b)) if entry.numel]
+        found = sorted({group_by_bytes[key] for key in keys if key in group_by_bytes})
+        group = found[0] if found else index
+        for other in found[1:]:
+            groups[group] += groups.pop(other)
+            group_by_bytes.update({key: group for key, value in group_by_bytes.items() if value == other})
+        groups.setdefault(group, []).append(index)
+        group_by_bytes.update(dict.fromkeys(keys, group))
+    return list(groups.values())
+
+
 @dataclass(slots=True)
 class _Comparison:
     """Comparison of pairs in several threads; rows come in the order of the pairs.
@@ -225,10 +244,8 @@ class _Comparison:
     _errors: list[BaseException] = field(default_factory=list)
 
     def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
-        first_by_bytes: dict[object, int] = {}  # names of the same bytes on both sides are read once
-        first_index = [self._first_index(i, first_by_bytes) for i in range(len(self.pairs))]
-        queue = deque(sorted(set(first_index), key=lambda i: -self.pairs[i].a.nbytes))
-        total = sum(self.pairs[index].a.nbytes for index in queue)
+        queue = deque(sorted(_group_pairs(self.pairs), key=lambda group: -sum(self.pairs[i].a.nbytes for i in group)))
+        total = sum(pair.a.nbytes for pair in self.pairs)
         compared_nbytes = [0] * workers
         lock = threading.Lock()
 
@@ -237,13 +254,15 @@ class _Comparison:
             try:
                 while queue and not self._errors:
                     try:
-                        index = queue.popleft()
+                        group = queue.popleft()
                     except IndexError:
                         break
-                    row = _compare(self.pairs[index], readers[0], readers[1], self.overflow_counts)
-                    if row is not None:
-                        self._rows[index] = row
-                    compared_nbytes[worker] += self.pairs[index].a.nbytes
+                    digests = _Digests((readers[0], readers[1]), self.overflow_counts)
+                    for index in group:
+                        row = _compare(self.pairs[index], digests)
+                        if row is not None:
+                            self._rows[index] = row
+                        compared_nbytes[worker] += self.pairs[index].a.nbytes
             except BaseException as error:  # re-raised in the calling thread
                 self._errors.append(error)
             with lock:
@@ -287,18 +306,39 @@ class _Comparison:
         return first if is_same else index
 
 
-def _compare(
-    pair: _Pair, a: TensorReader, b: TensorReader, overflow_counts: OverflowCountsByTensor
-) -> dict[str, Any] | None:
+@dataclass(slots=True)
+class _Digests:
+    """Digests of the tensors of a group of pairs; bytes that several names share are read once.
+
+    Attributes:
+        readers: Readers of both checkpoints.
+        overflow_counts: Number of elements that casts made infinite or zero, by tensor.
+        _leaves: Leaves of the digests so far, by side, location of the bytes and dtype after the cast.
+    """
+
+    readers: tuple[TensorReader, TensorReader]
+    overflow_counts: OverflowCountsByTensor
+    _leaves: dict[object, Sequence[bytes]] = field(default_factory=dict)
+
+    def leaves_of(self, pair: _Pair, side: int) -> Sequence[bytes]:
+        """Return the leaves of the digest of one side of a pair, cast to the dtype of the pair."""
+        entry = (pair.a, pair.b)[side]
+        key = side, entry.chunks, entry.dtype, pair.dtype
+        if key not in self._leaves:
+            counts = OverflowCounts()
+            self._leaves[key] = digest_tensor(self.readers[side], entry, pair.dtype, counts).leaves
+            self.overflow_counts.add(pair.name, counts)
+        return self._leaves[key]
+
+
+def _compare(pair: _Pair, digests: _Digests) -> dict[str, Any] | None:
     """Return None if the bytes are equal, else a row with the position of the first difference."""
-    counts = OverflowCounts()
-    leaves = [digest_tensor(reader, entry, pair.dtype, counts).leaves for reader, entry in ((a, pair.a), (b, pair.b))]
-    overflow_counts.add(pair.name, counts)
+    leaves = [digests.leaves_of(pair, side) for side in range(2)]
     if leaves[0] == leaves[1]:
         return None
     block = next(i for i, (x, y) in enumerate(zip(*leaves, strict=True)) if x != y)
     block_bytes = []
-    for reader, entry in ((a, pair.a), (b, pair.b)):
+    for reader, entry in zip(digests.readers, (pair.a, pair.b), strict=True):
         sink = _BlockSink(block)
         stream_cast(reader, entry, full_region(entry.shape), pair.dtype, sink)
         block_bytes.append(sink.block_bytes)

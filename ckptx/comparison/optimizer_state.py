@@ -125,10 +125,9 @@ def _find_tied_state(
 
 def describe_uncompared_state(view: ModelView) -> str:
     """Return the note on a checkpoint whose training state is not compared."""
-    return (
-        f"{view.catalog.root}: not compared: {counted(len(view.optimizer), 'optimizer tensor')}, "
-        f"{counted(len(view.other), 'other tensor')}"
-    )
+    kinds = ((view.optimizer, "optimizer tensor"), (view.other, "other tensor"))
+    counts = ", ".join(counted(len(names), noun) for names, noun in kinds if names)
+    return f"{view.catalog.root}: not compared: {counts}"
 
 
 def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:

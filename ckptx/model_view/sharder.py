@@ -74,10 +74,16 @@ class ShardedModel:
         """Return the tensors whose shards do not hold whole heads or groups of every part."""
         return [name for name, placed in self.placements.items() if not placed.decision.aligned]
 
-    def rules(self) -> list[dict[str, Any]]:
-        """Return the `rules` of the report: one row for each pattern and decision."""
+    def rules(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the `rules` of the report: one row for each pattern and decision, with its number of tensor names.
+
+        Args:
+            aliases: Name that shares bytes -> name in `placements`.
+        """
+        decisions = {name: placed.decision for name, placed in self.placements.items()}
+        decisions |= {name: decisions[stored] for name, stored in aliases.items()}
         rows: dict[tuple[object, ...], dict[str, Any]] = {}
-        for name, (_, _, decision) in self.placements.items():
+        for name, decision in decisions.items():
             key = (pattern_of(name), decision)
             row = rows.get(key)
             if row is None:

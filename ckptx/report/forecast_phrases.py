@@ -12,7 +12,7 @@ from ckptx.report.report import counted, human_bytes
 _PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
-_LOSS_TEXTS = {"sharded": "loss on sharded logits", "full": "loss on full logits", "none": "no loss"}
+_LOSS_TEXTS = {"full": "loss on full logits", "none": "no loss"}
 
 
 def mesh_text(report: ForecastReport) -> str:
@@ -39,20 +39,32 @@ def settings_text(report: ForecastReport) -> str:
     """Return dtypes, optimizer, loss and activation checkpointing of the step."""
     step = report.settings
     mode, scope = step["activation_checkpointing"], step["ac_scope"]
-    has_tp = report.layout["tp"] > 1
-    return f"{step_text(step, has_tp)}, activation checkpointing {mode}{'' if scope == 'all' else f' ({scope} layers)'}"
+    layers = "" if scope == "all" else f" ({scope} layers)"
+    return f"{step_text(step, report.layout['tp'])}, activation checkpointing {mode}{layers}"
 
 
-def step_text(step: Mapping[str, Any], has_tp: bool) -> str:
-    """Return dtypes, optimizer and loss of a step; logits are sharded with TP only."""
+def step_text(step: Mapping[str, Any], tp: int | None) -> str:
+    """Return dtypes, optimizer and loss of a step.
+
+    Args:
+        step: Settings of the step.
+        tp: Number of TP ranks; None for several meshes.
+    """
     parts = [str(step["dtype"])]
     if step["param_dtype"]:
         parts.append(f"gathered in {step['param_dtype']}")
     if step["reduce_dtype"]:
         parts.append(f"reduced in {step['reduce_dtype']}")
     parts.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
-    parts.append("float32 loss" if step["loss"] == "sharded" and not has_tp else _LOSS_TEXTS[step["loss"]])
+    parts.append(_LOSS_TEXTS.get(step["loss"]) or _sharded_loss_text(tp))
     return ", ".join(parts)
+
+
+def _sharded_loss_text(tp: int | None) -> str:
+    """Return the text of a loss on logits that TP shards; see `step_text` for `tp`."""
+    if tp is None:
+        return "loss on logits sharded with TP"
+    return "loss in float32" if tp == 1 else "loss on sharded logits"
 
 
 def stages_text(report: ForecastReport, row: Mapping[str, Any]) -> str:
@@ -104,10 +116,10 @@ def communication_text(row: Mapping[str, Any]) -> str:
 def human_count(number: float) -> str:
     """Return a number with a decimal prefix: `56.2 T`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(number) < 999.5:  # which rounds to 1000
+        if abs(number) < 999.5:  # the next number with three digits is 1000
             return f"{number:.3g} {prefix}"
         number /= 1000
-    return f"{number:.3g} E"
+    return f"{number:.3g} E" if abs(number) < 999.5 else f"{number:,.0f} E"
 
 
 def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:

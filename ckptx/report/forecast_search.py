@@ -24,7 +24,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     lines = [
         f"{report.architecture}, {report.parameters:,} parameters, on {_gpus_text(report)}",
         f"per step, over all GPUs: batch {step['sequences']:,} x {step['seq']:,} tokens{images}",
-        step_text(step, has_tp=True),
+        step_text(step, _common_tp(report)),
     ]
     if report.layouts:
         lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])
@@ -59,6 +59,12 @@ def layout_options(row: Mapping[str, Any]) -> str:
     if row["activation_checkpointing"] != "none":
         options.append(f"--activation-checkpointing {row['activation_checkpointing']}")
     return " ".join(options)
+
+
+def _common_tp(report: SearchReport) -> int | None:
+    """Return the number of TP ranks of all layouts; None if layouts differ in it."""
+    sizes = {each["layout"]["tp"] for each in (*report.layouts, *report.layouts_too_large)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _gpus_text(report: SearchReport) -> str:

@@ -24,7 +24,8 @@
   const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
   const humanBytes = (n) => {
     for (const name of ["B", "KiB", "MiB", "GiB"]) {
-      if (n < 1024) return name === "B" ? `${Math.round(n)} B` : `${n.toFixed(2)} ${name}`;
+      const text = n.toFixed(name === "B" ? 0 : 2);
+      if (Number(text) < 1024) return `${text} ${name}`;
       n /= 1024;
     }
     return `${n.toFixed(2)} TiB`;

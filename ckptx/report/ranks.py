@@ -79,8 +79,8 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     else:
         lines += _summary_lines(rows, mesh_report.balance)
     if mesh_report.balance:
-        unit = "rank" if rows else "file"
-        lines.append(f"  balance       bytes per {unit}: {balance_text(mesh_report.balance)}")
+        holder = "rank" if rows else "file"
+        lines.append(f"  balance       tensor bytes per {holder}: {balance_text(mesh_report.balance)}")
     return lines
 
 

@@ -64,7 +64,7 @@ class Report:
         bytes_read: Bytes of tensor data read.
         bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
         aliases: Names in the checkpoint that share the bytes of another name -> that other name.
-        ties: Decisions on tied weights: target, source, case, action, evidence.
+        ties: Decisions on tied weights: target, source, case, action, declared, evidence, output_names.
         dropped: Tensors that were dropped: name, reason.
         edits: Changes to config.json: key, before, after.
         dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
@@ -181,8 +181,8 @@ def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
 
 def human_bytes(nbytes: float) -> str:
     """Return a size in binary units: `1.92 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < (1024 if unit == "B" else 1023.995):  # which rounds to 1024.00
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+    for unit, digits in (("B", 0), ("KiB", 2), ("MiB", 2), ("GiB", 2)):
+        if abs(round(nbytes, digits)) < 1024:  # 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB"
+            return f"{nbytes:.{digits}f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"

@@ -29,7 +29,6 @@ _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 _TIE_RESULTS = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
-    "single": "stored under one name",
 }
 _CLASS_SOURCES = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
 
@@ -39,9 +38,9 @@ def conversion_text(report: ConversionReport) -> str:
     lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
-        lines[0] += (
-            f"; would read {human_bytes(report.bytes_read)}; buffers up to {human_bytes(report.buffer_bytes or 0)}"
-        )
+        copies = ", tied tensors once per copy" if report.ledger["target"]["copies"] else ""
+        lines[0] += f"; would read {human_bytes(report.bytes_read)}{copies}"
+        lines[0] += f"; buffers up to {human_bytes(report.buffer_bytes or 0)}"
         lines += [
             f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
             for row in _first_rows(files)
@@ -55,20 +54,17 @@ def conversion_text(report: ConversionReport) -> str:
         )
     if report.config_check and report.config_check["note"]:
         lines.append(f"config.json: {report.config_check['note']}")
-    if report.prefix:
-        lines.append(f'prefix: "{report.prefix}" removed from names')
+    if report.prefix or report.output_prefix:
+        lines.append(_prefix_line(report))
     lines.append(f"dtypes: {_dtypes_text(report)}")
     if report.layout is not None:
         lines += _layout_lines(report, report.layout)
-    ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in _TIE_RESULTS])
+    ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in (*_TIE_RESULTS, "single")])
     lines += map(_tie_line, ties)
-    names_in_ties = {row["target"] for row in ties} | {row["source"] for row in ties}
-    aliases = [(name, stored) for name, stored in report.aliases.items() if name not in names_in_ties]
+    names_in_ties = {name for row in ties for name in row["output_names"]}
+    aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= names_in_ties]
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
-    for reason, count in Counter(row["reason"] for row in report.dropped).items():
-        optimizer = report.dropped_optimizer if reason.startswith("optimizer") else None
-        size = f", {human_bytes(optimizer['bytes'])}" if optimizer is not None else ""
-        lines.append(f"dropped: {counted(count, 'tensor')}{size} ({reason})")
+    lines += _dropped_lines(report)
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
     names = report.dtype_unchanged
     if names:
@@ -78,12 +74,26 @@ def conversion_text(report: ConversionReport) -> str:
     return "\n".join(lines)
 
 
+def _prefix_line(report: ConversionReport) -> str:
+    """Return the prefix of the model's names, and whether the output has it."""
+    if report.prefix and report.output_prefix != report.prefix:
+        return f'prefix: "{report.prefix}" removed from names'
+    return f'prefix: "{report.output_prefix}" {"kept in" if report.prefix else "added to"} names'
+
+
 def _tie_line(row: Mapping[str, Any]) -> str:
-    """Return how a tied pair is stored, and why: `tied: lm_head.weight = embed.weight, stored ... (source: ...)`."""
-    evidence = f"(source: {row['evidence']})"
+    """Return how a tied pair is stored, and why: `tied: lm_head.weight = embed.weight, stored ... (source: ...)`.
+
+    The names are those of the output, and those of the source if the output lacks one of them.
+    """
+    evidence, stored_names = f"(source: {row['evidence']})", [name for name in row["output_names"] if name is not None]
+    target, source = stored_names if len(stored_names) == 2 else (row["target"], row["source"])
+    if row["action"] == "single":
+        stored = f"stored as {stored_names[0]}" if stored_names else "stored under one name"
+        return f"tied: {target} = {source}, {stored} {evidence}"
     if row["action"] in _TIE_RESULTS:
-        return f"tied: {row['target']} = {row['source']}, {_TIE_RESULTS[row['action']]} {evidence}"
-    return f"not tied: {row['target']}, {row['source']} {evidence}"
+        return f"tied: {target} = {source}, {_TIE_RESULTS[row['action']]} {evidence}"
+    return f"not tied: {target}, {source} {evidence}"
 
 
 def _edit_text(edit: dict[str, Any]) -> str:
@@ -102,22 +112,30 @@ def _output_line(report: ConversionReport) -> str:
 
 
 def _source_line(report: ConversionReport) -> str:
-    """Return the source tensors by outcome, as in `source tensors: 43 (21 written, 22 optimizer dropped)`."""
+    """Return the source tensors by outcome: `source tensors: 43 (20 written, 1 tied to a written one, 22 dropped)`."""
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
     if stored != ledger["written"]:
         parts[0] += f" as {counted(stored, 'tensor')}"
     if ledger["aliases"]:
-        parts.append(f"{ledger['aliases']:,} tied to one of them")
-    kinds = Counter(_state_kind(row["reason"]) for row in report.dropped)
-    parts += [f"{count:,} {kind}dropped" for kind, count in kinds.items()]
+        parts.append(f"{ledger['aliases']:,} tied to {'a written one' if ledger['aliases'] == 1 else 'written ones'}")
+    if ledger["dropped"]:
+        parts.append(f"{ledger['dropped']:,} dropped")
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
 
 
-def _state_kind(reason: str) -> str:
-    """Return the kind of state of a dropped tensor, from the reason: `optimizer `, `training ` or empty."""
-    return next((f"{kind} " for kind in ("optimizer", "training") if reason.startswith(kind)), "")
+def _dropped_lines(report: ConversionReport) -> list[str]:
+    """Return what was dropped, by reason: `dropped: 24 tensors, 3.64 MiB (optimizer state is not converted to HF)`."""
+    lines = []
+    optimizer, objects = report.dropped_optimizer or {"tensors": 0, "bytes": 0}, report.objects
+    for reason, count in Counter(row["reason"] for row in report.dropped).items():
+        is_optimizer = reason.startswith("optimizer state") and count == optimizer["tensors"]
+        size = f", {human_bytes(optimizer['bytes'])}" if is_optimizer else ""
+        lines.append(f"dropped: {counted(count, 'tensor')}{size} ({reason})")
+    if objects and objects["count"] and not objects.get("is_copied"):
+        lines.append(f"dropped: {counted(objects['count'], 'pickled object')}, {human_bytes(objects['bytes'])}")
+    return lines
 
 
 def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
@@ -126,7 +144,7 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    per_rank = f"bytes per rank: mean {human_bytes(mean)}, max {human_bytes(max(sizes))}"
+    per_rank = f"file bytes per rank: mean {human_bytes(mean)}, max {human_bytes(max(sizes))}"
     lines = [f"mesh: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
@@ -167,9 +185,9 @@ def inspect_text(report: InspectionReport) -> str:
         )
     if report.objects:
         lines.append(f"  objects       {report.objects} pickled, not loaded")
-    lines += [f"  alias         {' = '.join(names)}" for names in _first_rows(report.alias_groups)]
+    lines += [f"  alias         {' = '.join(reversed(names))}" for names in _first_rows(report.alias_groups)]
     lines += [
-        f"  tied          {' = '.join(names)}, stored separately, one parameter"
+        f"  tied          {' = '.join(names)}, stored as copies, counted once in parameters"
         for names in _first_rows(report.tied_groups)
     ]
     if report.unknown_tensors:
@@ -180,14 +198,15 @@ def inspect_text(report: InspectionReport) -> str:
         lines.append(f"  other files   {_first_names(report.other_files, 12)}")
     if report.selected_tensors is not None:
         lines += _table(
+            ("tensor", "dtype", "shape", "bytes", "files"),
             [
                 [row["name"], row["dtype"], str(row["shape"]), human_bytes(row["bytes"]), ", ".join(row["files"])]
                 for row in report.selected_tensors
-            ]
+            ],
         )
     elif report.by_rank is None:
-        rows = [[row["pattern"], str(row["tensors"]), human_bytes(row["bytes"])] for row in report.groups]
-        lines += _table([["names", "tensors", "bytes"], *_first_rows(rows)])
+        rows = [[row["pattern"], f"{row['tensors']:,}", human_bytes(row["bytes"])] for row in report.groups]
+        lines += _table(("model", "tensors", "bytes"), _first_rows(rows))
     if report.by_rank is not None:
         from ckptx.report.ranks import rank_lines  # not needed for other reports
 
@@ -300,8 +319,10 @@ def _first_rows(rows: Sequence[T]) -> Sequence[T]:
     return rows[:_MAX_ROWS]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table with the titles of its columns; nothing without rows."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return [
-        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in ((columns, *rows) if rows else ())
     ]

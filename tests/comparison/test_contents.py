@@ -216,6 +216,36 @@ def test_a_tied_name_is_held_against_its_partner(tmp_path: Path, head: str, what
         assert found.exit == (what is not None)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("stored", ["alias", "copy"])
+def test_bytes_that_names_share_are_read_once(tmp_path: Path, stored: str, workers: int) -> None:
+    tensors = llama(head=False)
+    embedding = tensors["model.embed_tokens.weight"]
+    a = write_hf(tmp_path / "a", tensors, config=TIED)
+    nbytes, twice = sum(len(data) for _, _, data in tensors.values()), len(embedding[2])
+    if stored == "alias":
+        aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+        b, expected = write_dcp(tmp_path / "b", tensors, aliases=aliases, config=TIED), 2 * nbytes
+    else:
+        b = write_hf(tmp_path / "b", {**tensors, "lm_head.weight": embedding}, config=TIED)
+        expected = 2 * nbytes + twice
+    for pair in ((a, b), (b, a)):
+        found = verify(*pair, workers=workers)
+        assert (found.exit, found.compared) == (0, len(tensors) + 1)
+        assert expected <= found.bytes_read < expected + twice  # an archive also has a frame
+
+
+def test_a_difference_in_shared_bytes_is_shown_for_each_name(tmp_path: Path) -> None:
+    tensors = llama(head=False)
+    other = {**tensors, "model.embed_tokens.weight": changed(tensors["model.embed_tokens.weight"], 5)}
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+    a = write_dcp(tmp_path / "a", tensors, aliases=aliases, config=TIED)
+    b = write_dcp(tmp_path / "b", other, aliases=aliases, config=TIED)
+    rows = verify(a, b).differing
+    assert rows_of(verify(a, b)) == {"lm_head.weight": "content", "model.embed_tokens.weight": "content"}
+    assert {**rows[0], "name": ""} == {**rows[1], "name": ""}
+
+
 # ------------------------------------------------------------------------------------------- what is in the way
 
 

@@ -129,6 +129,8 @@ def test_state_of_one_side_alone_is_said(tmp_path: Path) -> None:
     assert (found.exit, found.compared) == (0, len(llama()))
     count = 3 * len(llama())
     assert f"{step}: not compared: {count} optimizer tensors, 1 other tensor" in found.notes
+    step = write_dcp(tmp_path / "counter", llama() | {"step": value("I64")}, config=CONFIG)
+    assert f"{step}: not compared: 1 other tensor" in verify(hf, step).notes
 
 
 def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:

@@ -223,11 +223,21 @@ def test_a_rule_for_one_layer_is_not_that_of_others() -> None:
 def test_tensors_cut_alike_are_one_row() -> None:
     plan = {**PLAN, "model.layers.2.q": "replicate"}
     shapes: dict[str, Shape] = {f"model.layers.{layer}.q.weight": (8, 4) for layer in range(4)}
-    rows = mesh_of({**shapes, "model.norm.weight": (8,)}, plan=plan).rules()
+    mesh = mesh_of({**shapes, "model.norm.weight": (8,)}, plan=plan)
+    rows = mesh.rules({})
     assert [(row["pattern"], row["tensors"], row["dim"], row["rule"]) for row in rows] == [
         ("model.layers.*.q.weight", 3, 0, "model plan"),
         ("model.layers.*.q.weight", 1, None, "model plan"),
         ("model.norm.weight", 1, None, "default"),
+    ]
+    with_aliases = mesh.rules(
+        {"model.layers.4.q.weight": "model.layers.0.q.weight", "head.weight": "model.norm.weight"}
+    )
+    assert [(row["pattern"], row["tensors"], row["dim"]) for row in with_aliases] == [
+        ("model.layers.*.q.weight", 4, 0),
+        ("model.layers.*.q.weight", 1, None),
+        ("model.norm.weight", 1, None),
+        ("head.weight", 1, None),
     ]
     assert all(row["aligned"] for row in rows)
     assert json.loads(json.dumps(rows)) == rows

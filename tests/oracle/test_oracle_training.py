@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import ckptx
 from ckptx.errors import InputError
+from ckptx.report.report import human_bytes
 from tests.support import models, torch_training
 from tests.support.models import Recipe, assert_same_outputs, load, outputs, read_file, read_hf, tokens, write
 from tests.support.pool import GlooPool
@@ -152,9 +153,14 @@ def test_prefix_is_found_and_optimizer_state_is_counted(
     assert report.objects["count"] == len(objects)
     root = "optimizer." if layout == "two-directories" else ""
     assert {row["name"] for row in report.dropped} == {f"{root}{name}" for name in state}
-    said = [note for note in report.notes if note.startswith("dropped: ")]
-    plural = "" if len(objects) == 1 else "s"
-    assert said == ([f"dropped: {len(objects)} pickled object{plural} of the training state"] if objects else [])
+    assert not [note for note in report.notes if note.startswith("dropped: ")]
+    lines = [line for line in report.summary().splitlines() if line.startswith("dropped: ")]
+    size = f"{sum(state.values()) / 1024:.2f} KiB"
+    expected = [f"dropped: {len(state)} tensors, {size} (optimizer state is not converted to HF)"] if state else []
+    if objects:
+        noun = "object" if len(objects) == 1 else "objects"
+        expected.append(f"dropped: {len(objects)} pickled {noun}, {human_bytes(report.objects['bytes'])}")
+    assert lines == expected
 
 
 def test_prefix_can_be_given(pool: GlooPool, hf: Path, tmp_path: Path) -> None:

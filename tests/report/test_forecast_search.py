@@ -14,7 +14,7 @@ def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
     assert search_text(searched(seconds=12.4)).splitlines() == [
         "SomeForCausalLM, 4,000,000 parameters, on 8 GPUs of 1.00 GiB",
         "per step, over all GPUs: batch 8 x 1,024 tokens",
-        "float32, gathered in bfloat16, adamw, loss on sharded logits",
+        "float32, gathered in bfloat16, adamw, loss on logits sharded with TP",
         (
             "layout             AC mode  microbatches     peak        free        recomputed  idle  sent per rank"
         ),
@@ -29,6 +29,12 @@ def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
         "BEST: --tp 2 --dp-shard 4 --batch 2 --microbatches 2",
         "done in 12 s, 9 steps evaluated",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "text"), [(1, "loss in float32"), (4, "loss on sharded logits")])
+def test_layouts_with_one_number_of_tp_ranks(tp: int, text: str) -> None:
+    layouts = [{**each, "layout": {**each["layout"], "tp": tp}} for each in searched().layouts]
+    assert f", adamw, {text}\n" in search_text(searched(layouts=layouts, layouts_too_large=[]))
 
 
 def test_nothing_fits() -> None:

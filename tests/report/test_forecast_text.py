@@ -115,6 +115,12 @@ def test_settings_are_said() -> None:
     )
 
 
+@pytest.mark.parametrize(("tp", "text"), [(1, "loss in float32"), (2, "loss on sharded logits")])
+def test_logits_are_sharded_with_tp_only(tp: int, text: str) -> None:
+    report = forecasted(layout={"tp": tp, "pp": 1, "dp_shard": 2, "dp_replicate": 1})
+    assert settings_text(report) == f"float32, gathered in bfloat16, adamw, {text}, activation checkpointing full"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -169,8 +175,12 @@ def test_a_rank_may_have_several_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e13, "25 T"), (3e21, "3e+03 E")]
-)
+    ("number", "said"),
+    [
+        (0, "0 "), (999, "999 "), (1500, "1.5 k"), (2.5e13, "25 T"), (999.4e12, "999 T"), (999.6e12, "1 P"),
+        (2e18, "2 E"), (3e21, "3,000 E"),
+    ],
+)  # fmt: skip
 def test_counts_have_prefixes(number: float, said: str) -> None:
     assert human_count(number) == said
 

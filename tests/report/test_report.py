@@ -15,14 +15,18 @@ from ckptx.report import documents
 from ckptx.report.documents.comparison import DiffReport, VerifyReport
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import Log, Report, Stopwatch, count_dtypes, human_bytes
-from ckptx.report.text import conversion_text, diff_text, verify_text
+from ckptx.report.text import conversion_text, diff_text, inspect_text, verify_text
 from tests.report.made import converted, inspected
 
 
 @pytest.mark.parametrize(
     ("nbytes", "said"),
-    [(0, "0 B"), (1024, "1.00 KiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB"), (4 << 40, "4.00 TiB")],
-)
+    [
+        (0, "0 B"), (1023, "1023 B"), (1023.6, "1.00 KiB"), (1024, "1.00 KiB"), ((1 << 20) - 100, "1023.90 KiB"),
+        ((1 << 20) - 1, "1.00 MiB"), (5 << 20, "5.00 MiB"), (3 << 29, "1.50 GiB"), ((1 << 40) - 1, "1.00 TiB"),
+        (4 << 40, "4.00 TiB"),
+    ],
+)  # fmt: skip
 def test_bytes_for_people(nbytes: int, said: str) -> None:
     assert human_bytes(nbytes) == said
 
@@ -85,7 +89,12 @@ class Noted(NamedTuple):
 def test_a_summary_names_what_was_done_and_what_was_not() -> None:
     report = converted(
         aliases={f"alias{i:02d}": "w" for i in range(30)},
-        dropped=[{"name": f"optimizer.{i}", "reason": "optimizer state is not converted to HF"} for i in range(3)],
+        dropped=[
+            *({"name": f"optimizer.{i}", "reason": "optimizer state is not converted to HF"} for i in range(3)),
+            {"name": "step", "reason": "training state is not converted to HF"},
+        ],
+        dropped_optimizer={"tensors": 3, "bytes": 3 << 20},
+        objects={"count": 2, "bytes": 5},
         edits=[{"key": "dtype", "before": "float32", "after": "bfloat16"}],
         dtype_unchanged=["a", "b"],
         prefix="model.",
@@ -94,10 +103,67 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
     assert lines[0] == "wrote 1 tensor, 2.00 MiB"
     assert "dtypes: F32 1 -> BF16 1" in lines
     assert 'prefix: "model." removed from names' in lines
-    assert "dropped: 3 tensors (optimizer state is not converted to HF)" in lines
+    assert [line for line in lines if line.startswith("dropped: ")] == [
+        "dropped: 3 tensors, 3.00 MiB (optimizer state is not converted to HF)",
+        "dropped: 1 tensor (training state is not converted to HF)",
+        "dropped: 2 pickled objects, 5 B",
+    ]
     assert "config.json: dtype: 'float32' -> 'bfloat16'" in lines
     assert "dtype kept: 2 tensors (a, ...)" in lines
     assert sum(line.startswith("alias: ") for line in lines) == 20
+
+
+@pytest.mark.parametrize(
+    ("prefix", "output_prefix", "text"),
+    [
+        ("model.", None, 'prefix: "model." removed from names'),
+        ("model.", "model.", 'prefix: "model." kept in names'),
+        (None, "model.", 'prefix: "model." added to names'),
+        (None, None, None),
+    ],
+)
+def test_a_prefix_is_kept_removed_or_added(prefix: str | None, output_prefix: str | None, text: str | None) -> None:
+    lines = conversion_text(converted(prefix=prefix, output_prefix=output_prefix)).splitlines()
+    assert [line for line in lines if line.startswith("prefix")] == ([text] if text else [])
+
+
+def test_nothing_that_was_not_dropped_is_listed() -> None:
+    empty = {"dropped_optimizer": {"tensors": 0, "bytes": 0}, "objects": {"count": 0, "bytes": 0}}
+    assert "dropped" not in conversion_text(converted(**empty))
+    assert "dropped" not in conversion_text(converted(objects={"count": 3, "is_copied": True}))
+
+
+@pytest.mark.parametrize(
+    ("action", "output_names", "text"),
+    [
+        ("alias", ["head", "tok"], "tied: head = tok, one tensor with two names (source: evidence)"),
+        ("copy", ["head", "tok"], "tied: head = tok, stored under both names (source: evidence)"),
+        ("single", [None, "tok"], "tied: lm_head = embed, stored as tok (source: evidence)"),
+        ("single", [None, None], "tied: lm_head = embed, stored under one name (source: evidence)"),
+        ("keep-both", ["head", "tok"], "not tied: head, tok (source: evidence)"),
+        ("none", [None, "tok"], "not tied: lm_head, embed (source: evidence)"),
+    ],
+)
+def test_a_tie_is_one_line_in_the_names_of_the_output(action: str, output_names: list[str | None], text: str) -> None:
+    tie = {"target": "lm_head", "source": "embed", "declared": True, "evidence": "evidence", "action": action}
+    aliases = {"head": "tok"} if action == "alias" else {}
+    lines = conversion_text(converted(ties=[tie | {"output_names": output_names}], aliases=aliases)).splitlines()
+    assert [line for line in lines if "tied" in line or "alias" in line] == [text]
+
+
+def test_tensors_of_the_model_have_titles() -> None:
+    lines = inspect_text(inspected(optimizer={"tensors": 2, "bytes": 8})).splitlines()
+    assert lines[-2:] == ["    model  tensors  bytes", "    w      9        1 B"]
+    row = {"name": "w", "dtype": "F32", "shape": [2], "bytes": 8, "files": ["a"]}
+    lines = inspect_text(inspected(selected_tensors=[row])).splitlines()
+    assert lines[-2:] == ["    tensor  dtype  shape  bytes  files", "    w       F32    [2]    8 B    a"]
+    assert "files" not in inspect_text(inspected(selected_tensors=[])).splitlines()[-1]
+
+
+def test_names_of_shared_bytes_and_copies() -> None:
+    lines = inspect_text(inspected(alias_groups=[["embed", "head", "tail"]], tied_groups=[["a", "b"]])).splitlines()
+    assert "  alias         tail = head = embed" in lines
+    assert "  tied          a = b, stored as copies, counted once in parameters" in lines
 
 
 def test_a_long_list_of_differences_is_cut_and_says_so() -> None:

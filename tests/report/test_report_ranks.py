@@ -36,8 +36,13 @@ def test_a_row_for_each_rank() -> None:
     assert " ".join(lines[8].split()) == "rank stage dp tp layers tensors bytes vs mean files"
     assert " ".join(lines[11].split()) == "2 1 0 0 layers 1 3 1.00 KiB 1.00 1"
     extremes = "max 1.00 KiB (rank 3), min 1.00 KiB (rank 0), max/mean 1.00"
-    assert lines[-1] == f"  balance       bytes per rank: mean 1.00 KiB, {extremes}"
+    assert lines[-1] == f"  balance       tensor bytes per rank: mean 1.00 KiB, {extremes}"
     assert not any(line.split()[:1] == ["w"] for line in lines)
+
+
+def test_files_without_ranks_are_balanced_as_files() -> None:
+    lines = said(None, [Holder("a.safetensors", None, tensors=1, nbytes=4), Holder("b.safetensors", None)])
+    assert lines[-1].startswith("  balance       tensor bytes per file: mean 2 B, max 4 B, min 0 B")
 
 
 def test_many_ranks_are_summed_up_by_stage() -> None:

@@ -118,11 +118,11 @@ def test_meshes_that_need_more_devices_than_there_are_are_left_out(tmp_path: Pat
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
-        raise UnsupportedError("LlamaForCausalLM: num_key_value_heads is 2, needed a multiple of tp=4")
+        raise UnsupportedError("LlamaForCausalLM: tp=4 does not divide num_key_value_heads=2")
 
     with ExitStack() as stack:
         session = session_with("[{tp: 4}]", tmp_path, stack)
         monkeypatch.setattr(Session, "uninterrupted_checkpoint", lambda self, step: tmp_path)
         monkeypatch.setattr(Session, "train", refuse)
-        with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: num_key_value"):
+        with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: tp=4 does not"):
             check_other_layouts(session)

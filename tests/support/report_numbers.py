@@ -172,7 +172,7 @@ def check_conversion(
         rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
         rf"(?: \(({NUMBER})(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE})"
         rf"(?:, ({SIZE}) of it by an earlier, interrupted run)?"
-        rf"(?:; would read ({SIZE}); buffers up to ({SIZE}))?"
+        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; buffers up to ({SIZE}))?"
     )
     verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
     shown = [parse_count(each or "0") for each in (copies, aliases)]
@@ -209,7 +209,7 @@ def check_conversion(
     _check_layout(lines, document, dst if after is not None else None)
     lines.every(r"architecture: .*")
     lines.every(r"config\.json: .*")
-    lines.every(r'prefix: ".*" removed from names')
+    lines.every(r'prefix: ".*" (?:removed from|kept in|added to) names')
     kept = lines.every(rf"dtype kept: ({NUMBER}) tensors? \(.*\)")
     assert [parse_count(match[1]) for match in kept] == (
         [len(document["dtype_unchanged"])] if document.get("dtype_unchanged") else []
@@ -225,22 +225,27 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
     parts = Counter[str]()
     for part in line[2].split(", "):
         match = re.fullmatch(
-            rf"({NUMBER}) (written|tied|(?:\w+ )?dropped)(?: as ({NUMBER}) tensors?| to one of them)?", part
+            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|dropped)(?: as ({NUMBER}) tensors?)?", part
         )
         assert match, part
-        parts[match[2].rpartition(" ")[2]] += parse_count(match[1])
+        parts[match[2].partition(" ")[0]] += parse_count(match[1])
         if match[2] == "written":
             assert parse_count(match[3] or match[1]) == ledger["target"]["stored"]
-        if match[2] == "optimizer dropped":
-            assert parse_count(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
     expected = {"written": ledger["written"], "tied": ledger["aliases"], "dropped": ledger["dropped"]}
     assert parts == Counter(expected)
     assert parse_count(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
     assert len(document["dropped"]) == ledger["dropped"]
-    dropped = lines.every(rf"dropped: ({NUMBER}) tensors?(?:, {SIZE})? \((.*)\)")
-    assert {match[2]: parse_count(match[1]) for match in dropped} == Counter(
-        row["reason"] for row in document["dropped"]
-    )
+    dropped = lines.every(rf"dropped: ({NUMBER}) tensors?(?:, ({SIZE}))? \((.*)\)")
+    reasons = Counter(row["reason"] for row in document["dropped"])
+    assert {match[3]: parse_count(match[1]) for match in dropped} == reasons
+    for match in dropped:
+        assert (match[2] is not None) is match[3].startswith("optimizer state")
+        if match[2]:
+            assert parse_count(match[1]) == sum(name.startswith("optimizer.") for name in before.dtypes)
+            assert is_size(match[2], sum(size for name, size in before.nbytes.items() if name.startswith("optimizer.")))
+    objects = lines.every(rf"dropped: ({NUMBER}) pickled objects?, ({SIZE})")
+    assert len(objects) == bool(document.get("objects", {}).get("bytes"))
+    assert all(is_size(match[2], document["objects"]["bytes"]) for match in objects)
 
 
 def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
@@ -251,36 +256,44 @@ def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
 
 
 def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryContents | None) -> None:
-    words = {"one tensor with two names": "alias", "stored under both names": "copy", "stored under one name": "single"}
-    printed = {(match[1], match[2]): match[3] for match in lines.every(r"tied: (\S+) = (\S+), ([\w ]+) \(source: .*\)")}
+    words = {"one tensor with two names": "alias", "stored under both names": "copy"}
+    found = lines.every(r"tied: (\S+) = (\S+), (one tensor with two names|stored under both names) \(source: .*\)")
+    printed = {(match[1], match[2]): words[match[3]] for match in found}
+    found = lines.every(r"tied: (\S+) = (\S+), stored as (\S+) \(source: .*\)")
+    stored = {(match[1], match[2]): match[3] for match in found}
     untied = {(match[1], match[2]) for match in lines.every(r"not tied: (\S+), (\S+) \(source: .*\)")}
     for row in document["ties"]:
-        pair = row["target"], row["source"]
+        names = [name for name in row["output_names"] if name is not None]
+        pair = (names[0], names[1]) if len(names) == 2 else (row["target"], row["source"])
+        actions = (*words.values(), "single")
         if pair in printed:
-            assert words[printed[pair]] == row["action"]
+            assert printed[pair] == row["action"]
+        elif pair in stored:
+            assert (row["action"], [stored[pair]]) == ("single", names)
+            assert after is None or stored[pair] in after.dtypes
         else:
-            assert row["action"] not in words.values() or len(printed) == 20
-            assert (pair in untied) is (row["declared"] and row["action"] not in words.values())
+            assert row["action"] not in actions or len(printed) + len(stored) == 20
+            assert (pair in untied) is (row["declared"] and row["action"] not in actions)
         if after is None or row["action"] == "none":
             continue
-        names = {name for name in after.dtypes if name.endswith(pair)} if after else set()
+        assert all(name in after.dtypes for name in names), row
         exact = [name for name in pair if name in after.dtypes]
         if row["action"] == "single":
             assert len(exact) <= 1, row
         elif len(exact) == 2:
             shares = bool({*pair} & {*document["aliases"]})
-            assert (row["action"] == "alias") is shares, (row, names)
+            assert (row["action"] == "alias") is shares, row
             assert not shares or {*pair} & after.aliases
     aliases = {(match[1], match[2]) for match in lines.every(r"alias: (\S+) = (\S+)")}
-    reported = {name for pair in printed for name in pair}
-    others = {pair for pair in document["aliases"].items() if pair[0] not in reported}
+    reported = {name for row in document["ties"] for name in row["output_names"]}
+    others = {pair for pair in document["aliases"].items() if not reported.issuperset(pair)}
     assert aliases <= others and len(aliases) == min(len(others), 20)
 
 
 def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -> None:
     layout = document.get("layout")
     found = lines.every(
-        rf"mesh: tp (\d+) x pp (\d+) x dp_shard (\d+), (?:bytes per rank: mean ({SIZE}), max|1 rank,) ({SIZE})"
+        rf"mesh: tp (\d+) x pp (\d+) x dp_shard (\d+), (?:file bytes per rank: mean ({SIZE}), max|1 rank,) ({SIZE})"
     )
     assert len(found) == (layout is not None)
     if layout is None:

@@ -77,6 +77,7 @@ def count_replication(
     model: ShardedModel,
     tensors: Mapping[str, TensorEntry],
     copies: Mapping[str, str],
+    aliases: Mapping[str, str],
     is_in_layer: Callable[[str], bool],
 ) -> Replication:
     """Count the tensors and bytes that TP shards and replicates.
@@ -84,7 +85,8 @@ def count_replication(
     Args:
         model: Placement of every tensor.
         tensors: Target tensors by name.
-        copies: Names that hold the bytes of another tensor; they count only as stored bytes.
+        copies: Names that hold the bytes of another tensor; they add no bytes of the model.
+        aliases: Names that share the bytes of another tensor; they add no bytes.
         is_in_layer: True for the name of a tensor that belongs to a layer.
     """
     counts = {True: 0, False: 0}
@@ -101,6 +103,8 @@ def count_replication(
         nbytes[is_sharded] += entry.nbytes
         if is_in_layer(name):
             layer_nbytes[is_sharded] += entry.nbytes
+    for stored in aliases.values():
+        counts[model.placements[stored].decision.placement is not None] += 1
     layer_bytes = sum(layer_nbytes.values())
     return Replication(
         counts[False],

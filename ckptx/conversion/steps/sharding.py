@@ -84,6 +84,7 @@ def shard_tensors(
             model,
             target.tensors,
             target.copies,
+            target.aliases,
             lambda name: sharder.stages.is_in_layer(naming.model_name(name) or name),
         )
         architecture = view.architecture

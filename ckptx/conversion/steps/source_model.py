@@ -23,8 +23,8 @@ from ckptx.model_view.view import (
     view_model,
 )  # fmt: skip
 from ckptx.options.conversion import ConversionOptions
-from ckptx.report.report import counted
 from ckptx.storage.interface import SourceFiles
+from ckptx.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class DroppedState:
 
 
 def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
-    """Return everything except the model, by name for the ledger and in one line for the summary."""
+    """Return everything except the model, by name for the ledger and in numbers for the summary."""
     model_duplicates = view.model_duplicates
     duplicates = {name: kept for name, kept in view.duplicates.items() if name not in model_duplicates}
     optimizer, other = frozenset(view.optimizer), set(view.other)
@@ -198,13 +198,11 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
             is_state = not view.prefix or is_trainer_state(name)
             rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside_reason})
             rows[-1]["reason"] = models.get(duplicates.get(name, name), rows[-1]["reason"])
-    nbytes = view.nbytes(optimizer)
-    note = f"dropped: {counted(len(objects), 'pickled object')} of the training state"
     return DroppedState(
         tuple(rows),
-        {"tensors": len(optimizer), "bytes": nbytes},
+        {"tensors": len(optimizer), "bytes": view.nbytes(optimizer)},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
-        (*((note,) if objects else ()), *view.notes_on_other_models("not converted")),
+        tuple(view.notes_on_other_models("not converted")),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ckptx.conversion.steps.source_model import ConfigCheck, DroppedState, Sourc
 from ckptx.conversion.steps.tie_actions import tie_actions
 from ckptx.errors import ReadError
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.model_view.view import tie_rows
+from ckptx.model_view.view import ModelView, tie_rows
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
@@ -80,7 +81,10 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         aliases={**target.aliases, **state.aliases},
-        ties=[{**row, "action": action} for row, action in zip(tie_rows(ties), actions, strict=True)],
+        ties=[
+            {**row, "action": each.action, "output_names": list(each.output_names)}
+            for row, each in zip(tie_rows(ties), actions, strict=True)
+        ],
         dropped=[*conversion.dropped_state.rows, *state.dropped_rows],
         edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
@@ -93,7 +97,8 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         else {"class": architecture.class_name, "known_from": architecture.known_from},
         ledger=conversion.ledger.to_dict(),
         config_check=None if conversion.config_check.match is None else conversion.config_check.match.to_dict(),
-        prefix=None if _keeps_prefix(conversion) else view.prefix or None,
+        prefix=view.prefix or None,
+        output_prefix=_output_prefix(view, conversion.contents.names),
         unknown_tensors=list(view.unknown) if view.unknown and known else None,
         dtype_unchanged=conversion.cast.uncast,
         base_dtypes=conversion.cast.base_dtypes,
@@ -112,11 +117,17 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     )
 
 
-def _keeps_prefix(conversion: ConversionState) -> bool:
-    """Return True if the tensors of the output have the names that they have in the source, with its prefix."""
-    tensors = conversion.model.view.tensors
-    names = conversion.contents.names
-    return any(name in tensors and tensors[name].name == output_name for name, output_name in names.items())
+def _output_prefix(view: ModelView, output_names: Mapping[str, str]) -> str | None:
+    """Return the prefix that names of the model have in the output: that of the source or a new one; None for none.
+
+    Args:
+        view: Model in the source.
+        output_names: Map from target names, which have no prefix, to output names.
+    """
+    renamed = [(name, output_name) for name, output_name in output_names.items() if name != output_name]
+    if view.catalog.traits.is_training_format:
+        return view.prefix if view.prefix and any(name.startswith(view.prefix) for _, name in renamed) else None
+    return next((output_name.removesuffix(name) for name, output_name in renamed), None)
 
 
 def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
@@ -128,7 +139,7 @@ def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     return {
         "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": model.layers()},
         "chunks": sum(len(placed.blocks) for placed in model.placements.values()),
-        "rules": model.rules(),
+        "rules": model.rules(sharded.target.aliases),
         "unaligned_tensors": model.unaligned,
         "replicated": None if sharded.replication is None else sharded.replication.to_dict(),
         "other_tensors": list(model.unknown_tensors),

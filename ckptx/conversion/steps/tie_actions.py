@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.outputs.output_format import OutputContents
 
 
-def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> list[str]:
+class TieAction(NamedTuple):
+    """Form of one tied pair in the output.
+
+    Attributes:
+        action: "alias" if both names are in the output and share bytes, "copy" if the bytes are stored under each of
+            them, "single" if the output has one of the names and a loader ties the other to it; "keep-both" and "none"
+            as decided.
+        output_names: Names of target and source of the pair in the output; None for a name that the output lacks.
+    """
+
+    action: str
+    output_names: tuple[str | None, str | None]
+
+
+def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> list[TieAction]:
     """Return how each tied pair is written.
 
     Args:
         decisions: Decisions on the tied weights of the source, by names of the view.
         contents: Contents of the output.
-
-    Returns:
-        "alias" if both names are in the output and share bytes, "copy" if the bytes are stored under each of them,
-        "single" if the output has one of the names and a loader ties the other to it; "keep-both" and "none" are
-        passed on.
     """
     target = contents.sharded.target
     new_names = {sources[0]: name for name, sources in contents.naming.sources.items() if len(sources) == 1}
 
-    def stored_name(name: str) -> str | None:
-        """Return the output tensor that holds the bytes of a view name; None if the output lacks it."""
+    def output_name(name: str) -> str | None:
+        """Return the output name of a view name; None if the output lacks it."""
         target_name = new_names.get(name) if new_names else name
-        output_name = None if target_name is None else contents.names.get(target_name, target_name)
-        return (
-            None
-            if output_name is None
-            else target.aliases.get(output_name, output_name if output_name in target.tensors else None)
-        )
+        found = None if target_name is None else contents.names.get(target_name, target_name)
+        return found if found is not None and target.has_names([found]) else None
 
     actions = []
     for decision in decisions:
         action: str = decision.action
+        names = output_name(decision.target), output_name(decision.source)
         if action == "alias":
-            found = [stored_name(name) for name in (decision.target, decision.source)]
-            if None in found:
+            if None in names:
                 action = "single"
-            elif found[0] != found[1]:
+            elif len({target.aliases.get(name, name) for name in names if name is not None}) == 2:
                 action = "copy"
-        actions.append(action)
+        actions.append(TieAction(action, names))
     return actions

@@ -21,7 +21,8 @@ class ConversionReport(Report):
         config_check: Comparison of names and shapes with the config: `checked` (what was compared), `unchecked`
             (number of tensors whose expected shape is unknown), `note` (null if everything was checked), `mismatches`,
             `is_truncated` (true if there are more), `extra_tensors` (allowed tensors that the class does not have).
-        prefix: Prefix that was removed from names.
+        prefix: Prefix of the model's names in the source.
+        output_prefix: Prefix of the model's names in the output: that of the source, or one that was added.
         unknown_tensors: Names that the class does not have.
         dtype_unchanged: Names of tensors whose dtype `--dtype` did not change.
         base_dtypes: Dtypes that `--dtype base` restored from the base checkpoint.
@@ -33,7 +34,7 @@ class ConversionReport(Report):
         state_replicated: Names of optimizer tensors whose shape differs from that of their parameter.
         layout: Sizes of the mesh, and the layers of each stage.
         chunks: Number of shards that tensors were split into.
-        rules: One entry per pattern of names, with the rule that determined its sharding.
+        rules: One entry per pattern of names, with the rule that determined its sharding and the number of names.
         unaligned_tensors: Names of tensors whose shards do not align with heads or groups of every fused part.
         replicated: Tensors of the model that TP does not shard: their number, their bytes and their share of the bytes
             of the model, each tensor counted once; only with TP.
@@ -58,6 +59,7 @@ class ConversionReport(Report):
     ledger: dict[str, Any]
     config_check: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     prefix: str | None = field(default=None, metadata=OPTIONAL)
+    output_prefix: str | None = field(default=None, metadata=OPTIONAL)
     unknown_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     dtype_unchanged: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     base_dtypes: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)

@@ -58,7 +58,9 @@ def build_report(
         other_precision=None if other is None else _other_precision_row(*other, memory),
         flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
         recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
-        assumptions=list_assumptions(task, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)),
+        assumptions=list_assumptions(
+            task, task.dims.tp, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)
+        ),
     )
 
 
@@ -122,7 +124,8 @@ def build_search_report(space: SearchSpace, result: SearchResult) -> SearchRepor
     task, mesh_results = space.task, result.mesh_results
     best = [each.best for each in mesh_results if each.best is not None]
     missing = best[0].missing_inputs if best else ()
-    assumptions = list_assumptions(task, missing, False)
+    tp_sizes = {each.dims.tp for each in mesh_results if not each.refusal_reason}
+    assumptions = list_assumptions(task, tp_sizes.pop() if len(tp_sizes) == 1 else None, missing, False)
     assumptions.append(
         "every layout runs the same step; most are extrapolated from few layers, microbatches and pipeline ranks; the "
         "row marked checked was forecast for every rank, and its extrapolation over layers was checked"
@@ -190,17 +193,19 @@ def _settings(task: ForecastTask) -> dict[str, Any]:
     }
 
 
-def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
+def list_assumptions(task: ForecastTask, tp: int | None, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
     """Return the assumptions behind the numbers of a task.
 
     Args:
         task: Step that was forecast.
+        tp: Number of TP ranks; None for a search of several.
         missing: Kinds of input that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
     """
     has_tp = task.dims.tp > 1
     loss = {
-        "sharded": "the loss is computed in float32" + (", on logits that stay sharded" if has_tp else ""),
+        "sharded": "the loss is computed in float32"
+        + ("" if tp == 1 else ", on logits that stay sharded over the vocabulary under TP"),
         "full": "the loss is computed as in transformers: on full logits, in float32",
         "none": "no loss: the logits are summed",
     }[task.loss]
@@ -217,7 +222,8 @@ def list_assumptions(task: ForecastTask, missing: Sequence[str], is_extrapolated
         ),
     ]
     if task.optimizer in ("adam", "adamw"):
-        assumptions.append("the optimizer updates one tensor at a time (foreach=False)")
+        reason = "" if tp == 1 else ", as TP requires"
+        assumptions.append(f"the optimizer updates one tensor at a time (foreach=False){reason}")
     if is_extrapolated:
         assumptions.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:

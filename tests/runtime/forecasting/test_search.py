@@ -21,6 +21,7 @@ from ckptx.runtime.forecasting import search as searching
 from ckptx.runtime.forecasting.counting import Work
 from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
 from ckptx.runtime.forecasting.ranks import _RankForecaster, forecast_ranks
+from ckptx.runtime.forecasting.reporting import list_assumptions
 from ckptx.runtime.forecasting.search import (
     Candidate,
     FixedDims,
@@ -51,6 +52,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def step(source: Path, rows: int, seq: int = 64) -> ForecastTask:
     """A step of so many rows."""
     return task_from_options(source, ForecastOptions(source, batch=rows, seq=seq, microbatches=1, dtype="bf16"), 1)
+
+
+@pytest.mark.parametrize(("tp", "is_named"), [(1, False), (2, True), (None, True)])
+def test_assumptions_name_tp_only_with_tp(source: Path, tp: int | None, is_named: bool) -> None:
+    text = "\n".join(list_assumptions(step(source, 8), tp, (), False))
+    assert ("as TP requires" in text, "under TP" in text) == (is_named, is_named)
+    assert "computed in float32" in text and "foreach=False" in text
 
 
 # ------------------------------------------------------------------------------------------------- what is looked at

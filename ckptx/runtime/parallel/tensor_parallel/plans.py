@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,6 +33,7 @@ from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     has_stock_forward,
     qualified_name,
 )
+from ckptx.wording import counted
 
 GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # outputs are gathered, so shards may split heads
 SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # inputs are split from whole ones, so shards may split heads
@@ -151,26 +153,29 @@ def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) 
     """
     if tp == 1:
         return
+    counts = _head_counts(config, architecture)
+    undivided = [f"{key}={count}" if key else counted(count, "attention head") for key, count in counts if count % tp]
+    if undivided:
+        divisor = gcd(*(count for _, count in counts))
+        *sizes, largest = [str(size) for size in range(1, divisor + 1) if divisor % size == 0]
+        raise UnsupportedError(
+            f"{architecture.class_name}: tp={tp} does not divide {', '.join(undivided)}; each TP rank must hold whole "
+            f"attention heads, choose tp {' or '.join([', '.join(sizes), largest] if sizes else [largest])}"
+        )
+
+
+def _head_counts(config: Mapping[str, Any], architecture: Architecture) -> list[tuple[str, int]]:
+    """Return the numbers of heads that TP must divide, each with its config key, or "" if the config has none."""
     plan = architecture.tensor_parallel_plan(config)
     text = _text_config(config, architecture)
-    key_by_count: dict[int, str] = {}
-    for pattern in plan.patterns():
-        match = plan.find_rule(pattern)
-        if match is None or not _requires_whole_heads(plan, match[0], match[1]):
-            continue
-        for count, _ in match[1].heads:
-            key = _find_head_count_key(text, count)
-            flag = _FLAG_OF_HEAD_COUNT.get(key)
-            if flag is None or text.get(flag):
-                key_by_count.setdefault(count, key)
-    undivided = [count for count in sorted(key_by_count) if count % tp]
-    if undivided:
-        divisor = math.gcd(*key_by_count)
-        choices = [str(each) for each in range(1, divisor + 1) if divisor % each == 0]
-        raise UnsupportedError(
-            f"{architecture.class_name}: {key_by_count[undivided[0]]} is {undivided[0]}, which tp={tp} does not "
-            f"divide; choose tp {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
-        )
+    matches = [match for match in map(plan.find_rule, plan.patterns()) if match is not None]
+    counts = dict.fromkeys(
+        (_find_head_count_key(text, count), count)
+        for pattern, rule in matches
+        if _requires_whole_heads(plan, pattern, rule)
+        for count, _ in rule.heads
+    )
+    return [each for each in counts if each[0] not in _FLAG_OF_HEAD_COUNT or text.get(_FLAG_OF_HEAD_COUNT[each[0]])]
 
 
 class _BasePlan(NamedTuple):
@@ -253,10 +258,10 @@ def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mappi
 
 
 def _find_head_count_key(config: Mapping[str, Any], count: int) -> str:
-    """Return the config key with this number of heads; the longest one if several have it."""
+    """Return the config key with this number of heads, the longest if several have it; "" if none has."""
     values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
     keys = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
-    return max(keys, key=lambda key: len(key), default="the number of attention heads")
+    return max(keys, key=lambda key: len(key), default="")
 
 
 def _is_key_set(model: nn.Module, key: str) -> bool:
