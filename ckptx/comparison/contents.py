@@ -286,24 +286,7 @@ class _Comparison:
             raise
         if self._errors:
             raise self._errors[0]
-        for index, first in enumerate(first_index):
-            if index != first:
-                self.overflow_counts.copy(self.pairs[first].name, self.pairs[index].name)
-        return [
-            {**self._rows[first], "name": self.pairs[index].name}
-            for index, first in enumerate(first_index)
-            if first in self._rows
-        ]
-
-    def _first_index(self, index: int, first_by_bytes: dict[object, int]) -> int:
-        """Return the index of the first pair with the same bytes on both sides; its own if there is none before."""
-        pair = self.pairs[index]
-        if not (pair.a.chunks and pair.b.chunks):
-            return index
-        first = first_by_bytes.setdefault((pair.a.position, pair.b.position), index)
-        other = self.pairs[first]
-        is_same = (pair.a[1:], pair.b[1:], pair.dtype) == (other.a[1:], other.b[1:], other.dtype)
-        return first if is_same else index
+        return [self._rows[index] for index in sorted(self._rows)]
 
 
 @dataclass(slots=True)

@@ -38,11 +38,6 @@ class OverflowCountsByTensor:
             with self._lock:
                 self._counts_by_name.setdefault(name, OverflowCounts()).add(counts)
 
-    def copy(self, name: str, other: str) -> None:
-        """Set the counts of a tensor to those of another name of the same bytes."""
-        if name in self._counts_by_name:
-            self._counts_by_name[other] = self._counts_by_name[name]
-
     @property
     def overflows(self) -> dict[str, int]:
         """Return the number of overflows by tensor, without tensors that have none."""

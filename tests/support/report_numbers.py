@@ -370,7 +370,6 @@ def check_inspection(said: CommandResult, found: DirectoryContents, parameters: 
         names = [name for name in found.dtypes if name.startswith("optimizer.")]
         assert parse_count(match[1]) == len(names)
         assert document["optimizer"]["bytes"] == sum(found.nbytes[name] for name in names if name not in found.aliases)
-    lines.one(r"    names\s+tensors\s+bytes")
     groups = lines.every(rf"    (\S+)\s+({NUMBER})\s+({SIZE})")
     others = document["optimizer"]["tensors"] + len(document["other_tensors"])
     assert sum(row["tensors"] for row in document["groups"]) == document["tensors"] - others

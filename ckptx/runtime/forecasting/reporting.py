@@ -202,7 +202,6 @@ def list_assumptions(task: ForecastTask, tp: int | None, missing: Sequence[str],
         missing: Kinds of input that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
     """
-    has_tp = task.dims.tp > 1
     loss = {
         "sharded": "the loss is computed in float32"
         + ("" if tp == 1 else ", on logits that stay sharded over the vocabulary under TP"),

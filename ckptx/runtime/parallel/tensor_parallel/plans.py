@@ -12,7 +12,6 @@ which is correct for every model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
