@@ -42,7 +42,7 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     report = directory / "report.json"
     seconds, peak = time_command([*command, "--report", str(report)])
     document = json.loads(report.read_text())
-    rows = document.get("by_stage") or document["layouts"]
+    rows = document.get("by_pipeline_rank") or document["layouts"]
     return {
         "case": name,
         "seconds": seconds,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-MEASURED = {"seconds", "gb_per_s", "peak_rss", "free_space"}
+MEASURED = {"seconds", "written_gb_per_s", "peak_rss", "free_space"}
 RENAMED: dict[str, Any] = json.loads((HERE / "tools" / "renamed_fields.json").read_text(encoding="utf-8"))
 
 # Program of the process of each tree: it reads one call per line and prints one report per line.

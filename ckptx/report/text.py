@@ -67,7 +67,7 @@ def conversion_text(report: ConversionReport) -> str:
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     for reason, count in Counter(row["reason"] for row in report.dropped).items():
         lines.append(f"dropped: {counted(count, 'tensor')} ({reason})")
-    lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
+    lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.config_edits]
     names = report.dtype_unchanged
     if names:
         lines.append(f"dtype kept: {counted(len(names), 'tensor')} ({names[0]}{', ...' if len(names) > 1 else ''})")
