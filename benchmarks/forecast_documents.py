@@ -55,15 +55,15 @@ class Case(NamedTuple):
 
 
 def _peak_bytes(report: ForecastReport) -> int:
-    return max(int(row["peak"]) for row in report.by_stage)
+    return max(int(row["peak"]) for row in report.by_pipeline_rank)
 
 
 def _forward_bytes(report: ForecastReport) -> int:
-    return max(sum(each[3:]) for row in report.by_stage for each in row["timeline"] if each[0] == "forward")
+    return max(sum(each[3:]) for row in report.by_pipeline_rank for each in row["timeline"] if each[0] == "forward")
 
 
 def _bytes_between_steps(report: ForecastReport) -> int:
-    return max(int(row["between_steps"]) for row in report.by_stage)
+    return max(int(row["between_steps"]) for row in report.by_pipeline_rank)
 
 
 def cases() -> dict[str, Case]:
@@ -124,14 +124,14 @@ def forecast_case(name: str, case: Case) -> dict[str, Any]:
         config = Path(directory, "config.json")
         config.write_text(json.dumps(case.model))
         report = forecast(config, **case.options)
-    worst = max(report.by_stage, key=lambda row: row["peak"])
+    worst = max(report.by_pipeline_rank, key=lambda row: row["peak"])
     kinds = sorted(worst["by_kind"].items(), key=lambda item: -item[1])[:3]
     return {
         "case": name,
         "published_gib": case.published_gib,
         "forecast_gib": case.get_bytes(report) / _GIB,
         "largest_kinds": ", ".join(f"{kind} {nbytes / _GIB:.1f}" for kind, nbytes in kinds),
-        "peak_location": f"{worst['peak_tensor']['part']} of {worst['peak_tensor']['module'] or 'the model'}",
+        "peak_location": f"{worst['peak_tensor']['phase']} of {worst['peak_tensor']['module'] or 'the model'}",
         "fits": report.fits,
         "inferred": case.inferred,
         "seconds": report.seconds,

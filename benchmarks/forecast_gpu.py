@@ -157,7 +157,7 @@ def run_forecast(source: Path, options: Mapping[str, Any]) -> Row:
     if process.returncode:
         raise RuntimeError(f"{' '.join(command[2:])}: exit {process.returncode}: {process.stderr[-300:]}")
     document = json.loads(process.stdout)
-    (stage,) = document["by_stage"]
+    (stage,) = document["by_pipeline_rank"]
     return {
         "forecast": stage["peak"],
         "forecast_between_steps": stage["between_steps"],

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-MEASURED_FIELDS = {"seconds", "gb_per_s", "peak_rss", "free_space"}  # differ from run to run
+MEASURED_FIELDS = {"seconds", "written_gb_per_s", "peak_rss", "free_space"}  # differ from run to run
 RENAMED: dict[str, Any] = json.loads((CHECKOUT / "tools" / "renamed_fields.json").read_text(encoding="utf-8"))
 
 # Program of the process of each tree: it reads one call per line and prints one report per line.

@@ -35,7 +35,7 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
         f"per data-parallel rank: {batch_text(report)}",
         settings_text(report),
     ]
-    for row in report.by_stage:
+    for row in report.by_pipeline_rank:
         lines += _stage_lines(report, row, red)
     lines.append(f"all ranks: {flops_text(report)}")
     lines.append("assumptions:")
@@ -65,7 +65,7 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
         allocation = f"{peak_tensor['op']} allocates {tensor_text(peak_tensor)}"
         yield f"  peak during {peak_time_text(report, peak_tensor)}: {allocation}"
     yield f"  {'':<12} {'at the peak':>13}  {'between steps':>13}"
-    for kind in report.kinds:
+    for kind in report.memory_kinds:
         sizes = row["by_kind"][kind], row["between_steps_by_kind"][kind]
         if any(sizes):
             yield f"  {kind:<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"

@@ -38,7 +38,8 @@ _AXIS_NOTE = (
 )
 # Kind of memory -> number of its color in report.css, from the bottom of the plot to its top, longest-lived first.
 _COLOR_BY_KIND = {
-    "parameters": 0, "optimizer": 5, "gradients": 2, "gathered": 3, "activations": 1, "carried": 6, "temporaries": 4,
+    "parameters": 0, "optimizer": 5, "gradients": 2, "gathered": 3, "activations": 1, "pipeline_p2p": 6,
+    "temporaries": 4,
 }  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def forecast_page(report: Report, model: str) -> str:
     if isinstance(report, ForecastReport):
         scale = Scale.fit(int(highest_peak_row(report)["peak"]), report.gpu_memory, report.reserved)
         heading, assumptions = _heading(report, model), report.assumptions
-        stages = [_stage_row(report, row, scale) for row in report.by_stage]
+        stages = [_stage_row(report, row, scale) for row in report.by_pipeline_rank]
         note = _AXIS_NOTE
         if report.gpu_memory is not None and scale.gpu_memory is None:
             note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
@@ -177,7 +178,7 @@ def _stage_row(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> 
     if row["sent_bytes"]:
         facts.append(communication_text(row))
     sizes_by_kind = zip(*(each[3:] for each in row["timeline"]), strict=True)
-    present_kinds = {kind for kind, sizes in zip(report.kinds, sizes_by_kind, strict=True) if any(sizes)}
+    present_kinds = {kind for kind, sizes in zip(report.memory_kinds, sizes_by_kind, strict=True) if any(sizes)}
     return StageRow(
         title=stages_text(report, row).capitalize(),
         peak=row["peak"],
@@ -203,7 +204,7 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
     slots = make_slots(row["timeline"])
     if not slots:
         return None
-    kinds = list(report.kinds)
+    kinds = list(report.memory_kinds)
 
     def slot_text(slot: Slot) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.bytes_by_kind, strict=True) if size]

@@ -90,8 +90,8 @@ def module_text(module: str) -> str:
 def peak_time_text(report: ForecastReport, peak: Mapping[str, Any]) -> str:
     """Return where in the step the peak is: `backward of microbatch 1, in lm_head, recomputed`."""
     recomputed = ", recomputed" if peak["is_recomputed"] else ""
-    phase = pass_text(report, peak["part"], peak["microbatch"])
-    return f"{phase}, {module_text(peak['module'])}{recomputed}" if peak["part"] in _PASSES else phase
+    phase = pass_text(report, peak["phase"], peak["microbatch"])
+    return f"{phase}, {module_text(peak['module'])}{recomputed}" if peak["phase"] in _PASSES else phase
 
 
 def tensor_text(tensor: Mapping[str, Any]) -> str:
@@ -123,8 +123,8 @@ def human_count(number: float) -> str:
 
 
 def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:
-    """Return the entry of `by_stage` with the highest peak."""
-    return max(report.by_stage, key=lambda row: int(row["peak"]))
+    """Return the entry of `by_pipeline_rank` with the highest peak."""
+    return max(report.by_pipeline_rank, key=lambda row: int(row["peak"]))
 
 
 def verdict(report: ForecastReport) -> str:

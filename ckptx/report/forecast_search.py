@@ -23,7 +23,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
     lines = [
         f"{report.architecture}, {report.parameters:,} parameters, on {_gpus_text(report)}",
-        f"per step, over all GPUs: batch {step['sequences']:,} x {step['seq']:,} tokens{images}",
+        f"per step, over all GPUs: batch {step['sequences_per_step']:,} x {step['seq']:,} tokens{images}",
         step_text(step, _common_tp(report)),
     ]
     if report.layouts:
@@ -55,7 +55,9 @@ def layout_options(row: Mapping[str, Any]) -> str:
     """Return the options of `forecast` for a layout of the search."""
     sizes = {"--tp": "tp", "--pp": "pp", "--dp-shard": "dp_shard", "--dp-replicate": "dp_replicate"}
     options = [f"{option} {row['layout'][axis]}" for option, axis in sizes.items() if row["layout"][axis] > 1]
-    options.append(f"--batch {row['microbatches'] * row['sequences']} --microbatches {row['microbatches']}")
+    options.append(
+        f"--batch {row['microbatches'] * row['sequences_per_microbatch']} --microbatches {row['microbatches']}"
+    )
     if row["activation_checkpointing"] != "none":
         options.append(f"--activation-checkpointing {row['activation_checkpointing']}")
     return " ".join(options)
@@ -75,13 +77,13 @@ def _cells(report: SearchReport, row: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         _layout_text(row["layout"]),
         row["activation_checkpointing"],
-        f"{row['microbatches']} x {counted(row['sequences'], 'sequence')}",
+        f"{row['microbatches']} x {counted(row['sequences_per_microbatch'], 'sequence')}",
         human_bytes(row["peak"]),
         human_bytes(report.gpu_memory - row["peak"] - row["reserved"]),
         f"{row['recomputed_flops'] / row['flops']:.1%}" if row["recomputed_flops"] else "none",
         f"{row['bubble_fraction']:.0%}" if row["bubble_fraction"] else "none",
         human_bytes(sum(row["sent_bytes"].values())),
-        "checked" if row["is_checked"] else "",
+        "fully evaluated" if row["is_fully_evaluated"] else "",
     )
 
 

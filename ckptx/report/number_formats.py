@@ -60,7 +60,7 @@ def bytes_read_text(report: Report) -> str:
 
 def speed_text(report: Report) -> str:
     """Return the bytes written per second: `1.20 GiB/s`; empty for a run that wrote nothing."""
-    return f"{human_bytes(report.gb_per_s * 1e9)}/s" if report.gb_per_s else ""
+    return f"{human_bytes(report.written_gb_per_s * 1e9)}/s" if report.written_gb_per_s else ""
 
 
 def written_text(output_bytes: int, written_bytes: int) -> str:

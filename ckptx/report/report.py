@@ -66,12 +66,12 @@ class Report:
         aliases: Names in the checkpoint that share the bytes of another name -> that other name.
         ties: Decisions on tied weights: target, source, case, action, declared, evidence, output_names.
         dropped: Tensors that were dropped: name, reason.
-        edits: Changes to config.json: key, before, after.
+        config_edits: Changes to config.json: key, before, after.
         dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
         ranks: One entry per rank; empty for commands without ranks.
         notes: Notes for the user; they do not change the exit code.
         seconds: Wall-clock time in seconds.
-        gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
+        written_gb_per_s: Gigabytes (1e9 bytes) written per second; 0 for a dry run.
         peak_rss: Peak resident set size in bytes, of the process named by `peak_rss_of`.
         peak_rss_of: Process of `peak_rss`: "this process", or "largest rank" or "largest process" of several.
     """
@@ -87,12 +87,12 @@ class Report:
     aliases: Mapping[str, str] = field(default_factory=dict)
     ties: Sequence[dict[str, Any]] = field(default_factory=list)
     dropped: Sequence[dict[str, str]] = field(default_factory=list)
-    edits: Sequence[dict[str, Any]] = field(default_factory=list)
+    config_edits: Sequence[dict[str, Any]] = field(default_factory=list)
     dtypes: Mapping[str, dict[str, int]] = field(default_factory=dict)
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)
     notes: Sequence[str] = field(default_factory=list)
     seconds: float = field(default=0.0, metadata={"digits": 6})
-    gb_per_s: float = field(default=0.0, metadata={"digits": 6})
+    written_gb_per_s: float = field(default=0.0, metadata={"digits": 6})
     peak_rss: int = 0
     peak_rss_of: str = THIS_PROCESS
 
@@ -159,7 +159,7 @@ class Stopwatch:
             peak, peak_here, self._peak_of_earlier_children
         ):  # a child starts with the peak of this process
             peak, peak_process = peak_of_child, LARGEST_PROCESS if peak_process == THIS_PROCESS else peak_process
-        return replace(report, seconds=seconds, gb_per_s=speed, peak_rss=peak, peak_rss_of=peak_process)
+        return replace(report, seconds=seconds, written_gb_per_s=speed, peak_rss=peak, peak_rss_of=peak_process)
 
 
 def written_gb_per_s(report: Report, seconds: float) -> float:

@@ -65,7 +65,7 @@ def conversion_text(report: ConversionReport) -> str:
     aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= names_in_ties]
     lines += [f"alias: {name} = {stored}" for name, stored in _first_rows(aliases)]
     lines += _dropped_lines(report)
-    lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.edits]
+    lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.config_edits]
     names = report.dtype_unchanged
     if names:
         lines.append(f"dtype kept: {counted(len(names), 'tensor')} ({names[0]}{', ...' if len(names) > 1 else ''})")

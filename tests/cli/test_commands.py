@@ -22,7 +22,7 @@ from tests.support.runner import CliRunner
 
 TOP_LEVEL = {
     "schema_version", "command", "exit", "ok", "error", "tensors", "bytes_read", "bytes_written", "aliases", "ties",
-    "dropped", "edits", "dtypes", "ranks", "notes", "seconds", "gb_per_s", "peak_rss",
+    "dropped", "config_edits", "dtypes", "ranks", "notes", "seconds", "written_gb_per_s", "peak_rss",
 }  # fmt: skip
 
 

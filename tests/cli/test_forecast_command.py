@@ -139,7 +139,7 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     document = json.loads(report.read_text())
     assert [error.message for error in Draft202012Validator(json.loads(SCHEMA.read_text())).iter_errors(document)] == []
     assert (document["command"], document["exit"], document["ok"], document["fits"]) == ("forecast", 1, False, False)
-    (row,) = document["by_stage"]
+    (row,) = document["by_pipeline_rank"]
     assert row["peak"] == sum(row["by_kind"].values()) > row["between_steps"] > 0
     assert row["by_kind"]["parameters"] == 2 * document["parameters"] + 2 * 8 * 4  # and frequencies, twice, in float32
     assert "LlamaForCausalLM" in result.stdout and "DOES NOT FIT: " in result.stdout.splitlines()[-3]
@@ -150,7 +150,7 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     assert other["peak"] > row["peak"] and other["fits"] is False
     chosen = ran(*words[:5], "--dtype", "fp32", "--param-dtype", "bf16", "--reduce-dtype", "fp32", "--json")
     chosen_document = json.loads(chosen.stdout)
-    assert chosen_document["by_stage"][0]["peak"] == other["peak"], "what the options in that line say"
+    assert chosen_document["by_pipeline_rank"][0]["peak"] == other["peak"], "what the options in that line say"
     assert chosen_document["other_precision"] is None
     assert fault_of_page(html.read_text(), has_script=False) is None
     (said,) = [each.text for each in Page(html.read_text()).all("p", "verdict")]
@@ -162,7 +162,7 @@ def test_what_fits_ends_with_0(model: Path) -> None:
     assert result.return_value == 0
     document = json.loads(result.stdout)
     assert document["fits"] is True and document["settings"]["loss"] == "sharded"
-    assert document["by_stage"][0]["by_kind"]["optimizer"] == 0
+    assert document["by_pipeline_rank"][0]["by_kind"]["optimizer"] == 0
 
 
 def test_a_config_may_have_another_name(model: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_config_may_have_another_name(model: Path, tmp_path: Path) -> None:
     (tmp_path / "llama-3b.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "queue.py").mkdir()  # not a file, so it is not copied with the config
     found = json.loads(ran(tmp_path / "llama-3b.json", *words).stdout)
-    assert found["by_stage"][0]["peak"] == expected["by_stage"][0]["peak"]
+    assert found["by_pipeline_rank"][0]["peak"] == expected["by_pipeline_rank"][0]["peak"]
     assert {each.name for each in tmp_path.iterdir()} == {"llama-3b.json", "queue.py"}
 
 
@@ -201,7 +201,7 @@ def test_a_tp_plan_shards_what_it_names(model: Path, tmp_path: Path) -> None:
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(plan))
     default, none, whole, one = (
-        json.loads(ran(model, *words, *given).stdout)["by_stage"][0]["by_kind"]["parameters"]
+        json.loads(ran(model, *words, *given).stdout)["by_pipeline_rank"][0]["by_kind"]["parameters"]
         for given in ([], *(["--tp-plan", tmp_path / f"{name}.json"] for name in plans))
     )
     mlp = 2 * 3 * CONFIG["hidden_size"] * CONFIG["intermediate_size"] * 2  # layers, matrices, bytes

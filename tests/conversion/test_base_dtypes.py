@@ -91,9 +91,9 @@ def test_a_config_holds_whatever_training_changed(
         assert all(dtype in HELD[now] for dtype in changed), "loading by this config rounds what training made"
         if changed <= HELD[said]:
             assert text == (base / "config.json").read_bytes(), "edited without need"
-            assert report.edits == []
+            assert report.config_edits == []
         else:
-            assert report.edits == [{"key": key, "before": said, "after": now}]
+            assert report.config_edits == [{"key": key, "before": said, "after": now}]
             settled = {dtype for dtype in after.values() if dtype in HELD[said]}
             narrowest = next(name for name in HELD if changed - HELD[said] | settled <= HELD[name])
             assert now == narrowest, "wider than need be"
@@ -211,7 +211,7 @@ def test_an_explicit_dtype_is_said_even_when_nothing_had_to_be_cast(tmp_path: Pa
     write_hf(tmp_path / "base", model(dict.fromkeys(SHAPES, "BF16")), config=config(dtype="bfloat16"))
     step = write_dcp(tmp_path / "step", model(dict.fromkeys(SHAPES, "F32")))
     report = convert("dcp2hf", step, tmp_path / "hf", base=str(tmp_path / "base"), dtype="fp32")
-    assert report.edits == [{"key": "dtype", "before": "bfloat16", "after": "float32"}]
+    assert report.config_edits == [{"key": "dtype", "before": "bfloat16", "after": "float32"}]
 
 
 @pytest.mark.parametrize("names", ["hf", "model", "torchtitan"])

@@ -75,7 +75,7 @@ def test_a_step_in_floats_does_not_speak_of_quantisation(
     report = COMMANDS[command](step, tmp_path / "out", base)
     assert speaks(tmp_path / "out") == []
     key = "vision_config.quantization_config" if nested else "quantization_config"
-    assert {"key": key, "before": METHODS[method], "after": None} in report.edits
+    assert {"key": key, "before": METHODS[method], "after": None} in report.config_edits
     assert sum("not copied, it describes the quantization of the base" in line for line in report.notes) == len(BESIDE)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: config[name] for name in CONFIG} == CONFIG
@@ -87,7 +87,7 @@ def test_a_quantised_step_keeps_it(tmp_path: Path, command: str) -> None:
     step = write_dcp(tmp_path / "step", QUANTISED)
     report = COMMANDS[command](step, tmp_path / "out", base)
     assert len(speaks(tmp_path / "out")) == 4
-    assert all(edit["after"] is not None for edit in report.edits)
+    assert all(edit["after"] is not None for edit in report.config_edits)
 
 
 @pytest.mark.parametrize("command", ["reshard dcp", "reshard safetensors"])

@@ -98,7 +98,7 @@ def test_what_it_keeps_in_float32_is_kept(tmp_path: Path) -> None:
 def test_float32_masters_under_its_config_are_said_to_be_float32(tmp_path: Path) -> None:
     src = automodel(tmp_path / "model", None, DTYPES_OF_BASE)
     report = convert("dcp2hf", src, tmp_path / "hf")
-    assert report.edits == [{"key": "torch_dtype", "before": "bfloat16", "after": "float32"}]
+    assert report.config_edits == [{"key": "torch_dtype", "before": "bfloat16", "after": "float32"}]
     reshard(src, tmp_path / "cut", tp=2)
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["torch_dtype"] == "float32"
 

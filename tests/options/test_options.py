@@ -316,7 +316,7 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         'ckptx.verify("a", "b", run=True).parameters',
         'ckptx.convert("dcp2hf", "a", "b", files=2)',
         'ckptx.forecast("a", search=True, gpus=2, gpu_memory="1GB").gpus',
-        'ckptx.forecast("a", tp=2).by_stage',
+        'ckptx.forecast("a", tp=2).by_pipeline_rank',
         'ckptx.forecast("a", tp=2, turbo=True)',
         'ckptx.robustness("a", settings=["x=1"], turbo=True)',
     ]

@@ -48,13 +48,13 @@ def test_the_base_decides_under_names_that_are_not_its_own(trained: Path, tmp_pa
         routers = {name for name, tensor in found.items() if tensor.dtype is torch.float32}
         assert routers == {name for name in base if name.endswith("mlp.gate.weight")}
         assert {tensor.dtype for name, tensor in found.items() if name not in routers} == {torch.bfloat16}
-        assert report["edits"] == []
+        assert report["config_edits"] == []
     assert (names == "hf") is (found.keys() == base.keys())
 
 
 def test_from_pretrained_rounds_nothing_of_a_step_as_it_is(trained: Path, tmp_path: Path) -> None:
     report = run_convert("dcp2hf", trained / "step", tmp_path / "hf", "--base", trained / "base", "--names", "hf")
-    assert [(edit["key"], edit["after"]) for edit in report["edits"]] == [("dtype", "float32")]
+    assert [(edit["key"], edit["after"]) for edit in report["config_edits"]] == [("dtype", "float32")]
     expected = Qwen3MoeForCausalLM.from_pretrained(trained / "base", dtype=torch.float32)
     model = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "hf")
     assert_same_tensors(dict(model.state_dict()), state(expected))

@@ -184,7 +184,7 @@ def test_cast_is_what_transformers_loads_in_that_dtype(fp32: Recipe, dtype: str,
     assert read_config(tmp_path / "cast") == after
     name = str(wanted).removeprefix("torch.")
     for report in (there, back):
-        edits = {edit["key"]: (edit["before"], edit["after"]) for edit in report.edits}
+        edits = {edit["key"]: (edit["before"], edit["after"]) for edit in report.config_edits}
         assert edits["dtype"] == ("float32", name)
         assert set(edits.values()) == {("float32", name)}
     assert json.loads(json.dumps(before).replace('"float32"', f'"{name}"')) == after

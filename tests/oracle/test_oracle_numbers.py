@@ -154,14 +154,14 @@ def test_forecast_counts_what_it_shows(tmp_path: Path) -> None:
     text = watched(*words)["out"]
     document = json.loads(watched(*words, "--json")["out"])
     lines = Lines(text)
-    (row,) = document["by_stage"]
+    (row,) = document["by_pipeline_rank"]
     peak = lines.one(rf"each rank: peak ({SIZE}), ({SIZE}) between steps.*")
     assert is_size(peak[1], row["peak"]) and is_size(peak[2], row["between_steps"])
     assert sum(row["by_kind"].values()) == row["peak"]
     assert sum(row["between_steps_by_kind"].values()) == row["between_steps"]
     kinds = lines.every(rf"  (\w+) +({SIZE}) +({SIZE})")
     assert [match[1] for match in kinds] == [
-        kind for kind in document["kinds"] if row["by_kind"][kind] or row["between_steps_by_kind"][kind]
+        kind for kind in document["memory_kinds"] if row["by_kind"][kind] or row["between_steps_by_kind"][kind]
     ]
     for match in kinds:
         assert is_size(match[2], row["by_kind"][match[1]]) and is_size(match[3], row["between_steps_by_kind"][match[1]])

@@ -138,7 +138,7 @@ def test_declared_pair_of_a_stock_dcp_is_stored_under_the_source_name(
     hf = arrange(family, tmp_path / "hf", disk)
     report = ckptx.convert("dcp2hf", stock_dcp(hf, tmp_path / "dcp"), tmp_path / "out")
     assert case_of(report, family) == (_CASES[disk], "single")
-    assert report.edits == []
+    assert report.config_edits == []
     found = read_hf(tmp_path / "out")
     assert family.source in found
     assert family.target not in found
@@ -166,7 +166,7 @@ def test_declared_pair_with_different_bytes_is_untied_in_the_config(family: Fami
     assert case_of(report, family) == ("different", "keep-both")
     assert any(family.target in warning and family.source in warning for warning in report.notes), report.notes
     assert {family.target, family.source} < set(read_hf(tmp_path / "out"))
-    edits = {edit["key"]: (edit["before"], edit["after"]) for edit in report.edits}
+    edits = {edit["key"]: (edit["before"], edit["after"]) for edit in report.config_edits}
     assert edits == {".".join(keys): (True, False) for keys in family.flags}
     before, after = read_config(hf), read_config(tmp_path / "out")
     for keys in family.flags:
@@ -196,7 +196,7 @@ def test_declared_pair_with_other_shape_or_dtype_stays_two_tensors(family: Famil
         "dcp2hf", stock_dcp(hf, tmp_path / "stock"), tmp_path / "out", allow_config_mismatch=other_size
     )
     assert case_of(report, family) == ("mismatched", "keep-both")
-    assert {edit["key"] for edit in report.edits} == {".".join(keys) for keys in family.flags}
+    assert {edit["key"] for edit in report.config_edits} == {".".join(keys) for keys in family.flags}
     assert raw(read_hf(tmp_path / "out")[family.target]) == raw(tensors[family.target])
 
 
@@ -209,7 +209,7 @@ def test_undeclared_pair_is_two_plain_tensors(family: Family, disk: str, tmp_pat
     for report in (there, back):
         assert case_of(report, family) == ("undeclared", "keep-both")
         assert report.aliases == {}
-        assert report.edits == []
+        assert report.config_edits == []
     where = places(tmp_path / "dcp")
     assert where[family.target] != where[family.source]
     assert {family.target, family.source} < set(read_hf(tmp_path / "out"))
@@ -269,7 +269,7 @@ def test_t5_with_a_head_of_its_own_keeps_its_flag(tmp_path: Path) -> None:
     assert any("lm_head.weight" in warning and "shared.weight" in warning for warning in there.notes)
     stock = stock_dcp(tmp_path / "hf", tmp_path / "stock")
     report = ckptx.convert("dcp2hf", stock, tmp_path / "out")
-    assert report.edits == []
+    assert report.config_edits == []
     assert any("tie_word_embeddings is unchanged" in warning for warning in report.notes)
     assert read_config(tmp_path / "out") == read_config(tmp_path / "hf")
     family = Family(recipe, "lm_head.weight", "shared.weight", ())
@@ -394,6 +394,6 @@ def test_the_original_files_come_back_with_the_manifest(family: Family, disk: st
         hf = arrange(family, tmp_path / f"hf-{declared}", disk, declared)
         ckptx.convert("hf2dcp", hf, tmp_path / f"dcp-{declared}")
         report = ckptx.convert("dcp2hf", tmp_path / f"dcp-{declared}", tmp_path / f"out-{declared}")
-        assert report.edits == []
+        assert report.config_edits == []
         for name in ("model.safetensors", "config.json"):
             assert (tmp_path / f"out-{declared}" / name).read_bytes() == (hf / name).read_bytes()

@@ -189,7 +189,7 @@ def test_tie_that_tensor_parallelism_broke_is_given_up_in_the_config(
     expected = read_file(tmp_path / "expected.safetensors")
     assert raw(expected["lm_head.weight"]) != raw(expected["model.embed_tokens.weight"])
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(tied_hf))
-    assert report.edits == [{"key": "tie_word_embeddings", "before": True, "after": False}]
+    assert report.config_edits == [{"key": "tie_word_embeddings", "before": True, "after": False}]
     assert any("lm_head.weight" in warning for warning in report.notes)
     assert_same_tensors(read_hf(tmp_path / "out"), expected)
     model = load(tmp_path / "out")

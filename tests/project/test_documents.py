@@ -23,9 +23,9 @@ def test_every_field_of_a_report_is_described(report: str) -> None:
 def test_every_field_of_a_forecast_is_described() -> None:
     """Without a run: those of a report, of a row of it, and of a tensor."""
     report = forecasted().to_dict()
-    row = report["by_stage"][0]
+    row = report["by_pipeline_rank"][0]
     described = set(re.findall(r"`(\w+)`", PAGE))
-    assert not {*report, *row, *row["largest_tensors"][0], *report["kinds"], *report["settings"]} - described
+    assert not {*report, *row, *row["largest_tensors"][0], *report["memory_kinds"], *report["settings"]} - described
 
 
 def test_the_version_of_the_report_is_the_one_described() -> None:

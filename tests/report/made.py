@@ -107,14 +107,14 @@ def broken(**fields: Any) -> RobustnessReport:
 def largest(nbytes: int, module: str = "", **more: Any) -> dict[str, Any]:
     """A tensor, as `forecast` tells of it."""
     made = {
-        "bytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "part": "backward",
+        "bytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "phase": "backward",
         "microbatch": 1, "is_recomputed": False, "shape": [2, 3], "dtype": "float32",
     }  # fmt: skip
     return {**made, **more}
 
 
 def stage(number: int, course: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
-    """A row of `by_stage`: the peak is where the course has most, between steps there is what it ends with."""
+    """A row of `by_pipeline_rank`: the peak is where the course has most, between steps there is what it ends with."""
     worst, last = max(course, key=lambda row: sum(row[3:]))[3:], course[-1][3:]
     made = {
         "stages": [number], "peak": sum(worst), "between_steps": sum(last),
@@ -126,7 +126,7 @@ def stage(number: int, course: Sequence[Sequence[Any]], **more: Any) -> dict[str
     return {**made, **more}
 
 
-KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "carried", "temporaries")
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "pipeline_p2p", "temporaries")
 _MIB = 1 << 20
 COURSE = [
     ["forward", 0, "", 4 * _MIB, 0, 0, 8 * _MIB, 0, 0, 0],
@@ -147,7 +147,7 @@ def forecasted(**fields: Any) -> ForecastReport:
             "activation_checkpointing": "full", "ac_scope": "all", "dtype": "float32", "param_dtype": "bfloat16",
             "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
         },
-        "by_stage": rows, "kinds": KINDS, "gpu_memory": 1 << 30, "reserved": 24 << 20, "fits": True,
+        "by_pipeline_rank": rows, "memory_kinds": KINDS, "gpu_memory": 1 << 30, "reserved": 24 << 20, "fits": True,
         "other_precision": None,
         "flops": 16 * 10**12, "recomputed_flops": 4 * 10**12, "assumptions": ["bytes of tensors", "no fragmentation"],
     }  # fmt: skip
@@ -156,9 +156,9 @@ def forecasted(**fields: Any) -> ForecastReport:
 
 def too_large(**fields: Any) -> ForecastReport:
     """A report of `forecast` of a step whose second stage does not fit."""
-    first, second = forecasted().by_stage
+    first, second = forecasted().by_pipeline_rank
     rows = [first, {**second, "fits": False}]
-    made: dict[str, Any] = {"exit": 1, "fits": False, "gpu_memory": 50 << 20, "by_stage": rows}
+    made: dict[str, Any] = {"exit": 1, "fits": False, "gpu_memory": 50 << 20, "by_pipeline_rank": rows}
     return forecasted(**{**made, **fields})
 
 
@@ -166,20 +166,22 @@ def searched(**fields: Any) -> SearchReport:
     """A report of `forecast --search`: two layouts fit, one does not, one cannot be."""
     first = {
         "layout": {"tp": 2, "pp": 1, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "none",
-        "microbatches": 2, "sequences": 1, "peak": 600 << 20, "between_steps": 90 << 20, "reserved": 24 << 20,
+        "microbatches": 2, "sequences_per_microbatch": 1, "peak": 600 << 20, "between_steps": 90 << 20,
+        "reserved": 24 << 20,
         "flops": 10**12, "recomputed_flops": 0, "bubble_fraction": 0.0,
         "sent_bytes": {"all-gather": 3 << 20, "all-reduce": 1 << 20},
-        "is_checked": True,
+        "is_fully_evaluated": True,
     }  # fmt: skip
     second = {
         **first, "layout": {"tp": 1, "pp": 2, "dp_shard": 4, "dp_replicate": 1}, "activation_checkpointing": "full",
-        "microbatches": 1, "sequences": 2, "recomputed_flops": 25 * 10**10, "bubble_fraction": 0.2, "is_checked": False,
+        "microbatches": 1, "sequences_per_microbatch": 2, "recomputed_flops": 25 * 10**10,
+        "bubble_fraction": 0.2, "is_fully_evaluated": False,
     }  # fmt: skip
     made: dict[str, Any] = {
         "command": "forecast", "architecture": "SomeForCausalLM", "parameters": 4_000_000, "gpus": 8,
         "gpu_memory": 1 << 30,
         "settings": {
-            "sequences": 8, "seq": 1024, "images": 0, "dtype": "float32", "param_dtype": "bfloat16",
+            "sequences_per_step": 8, "seq": 1024, "images": 0, "dtype": "float32", "param_dtype": "bfloat16",
             "reduce_dtype": None, "optimizer": "adamw", "loss": "sharded",
         },
         "layouts": [first, second],

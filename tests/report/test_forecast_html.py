@@ -28,8 +28,8 @@ def test_a_page_is_whole_and_alone(report: Any) -> None:
     assert fault(text) is None
     found = Page(text)
     assert found.all("title")[0].text == "SomeForCausalLM - forecast"
-    assert len(found.all("svg")) == len(report.by_stage)
-    assert len(found.all("span", "peak")) == len(report.by_stage)
+    assert len(found.all("svg")) == len(report.by_pipeline_rank)
+    assert len(found.all("span", "peak")) == len(report.by_pipeline_rank)
     assert [each.text for each in found.all("li")] == list(report.assumptions)
 
 

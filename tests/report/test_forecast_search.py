@@ -18,7 +18,7 @@ def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
         (
             "layout             AC mode  microbatches     peak        free        recomputed  idle  sent per rank"
         ),
-        f"{kept}  none        none  4.00 MiB       checked",
+        f"{kept}  none        none  4.00 MiB       fully evaluated",
         "pp 2 x dp_shard 4  full     1 x 2 sequences  600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
         "too large with every mode of activation checkpointing (smallest peak):",
         "  dp_shard 8: 2.00 GiB",

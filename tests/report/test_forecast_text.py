@@ -22,14 +22,14 @@ def alone(**fields: Any) -> Any:
     """On one rank, one microbatch."""
     step = {**forecasted().settings, "microbatches": 1, "schedule": None, "param_dtype": None}
     made = {"layout": {"tp": 1, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "settings": step}
-    return forecasted(**{**made, "by_stage": [stage(0, COURSE)], **fields})
+    return forecasted(**{**made, "by_pipeline_rank": [stage(0, COURSE)], **fields})
 
 
 def hostile(text: str) -> Any:
     """With this name wherever a config or a model has one."""
     course = [[row[0], row[1], text, *row[3:]] for row in COURSE]
     row = stage(0, course, peak_tensor=largest(1, text), largest_tensors=[largest(1, text, op=text)])
-    return forecasted(architecture=text, by_stage=[row], assumptions=[text], notes=[text])
+    return forecasted(architecture=text, by_pipeline_rank=[row], assumptions=[text], notes=[text])
 
 
 def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
@@ -99,7 +99,7 @@ def test_one_rank_and_one_microbatch_are_not_numbered() -> None:
     assert "each rank: peak 20.00 MiB" in forecast_text(report)
     assert peak_time_text(report, largest(1)) == "backward, outside modules"
     assert peak_time_text(report, largest(1, "a", is_recomputed=True)) == "backward, in a, recomputed"
-    assert peak_time_text(report, largest(1, part="optimizer")) == "optimizer step"
+    assert peak_time_text(report, largest(1, phase="optimizer")) == "optimizer step"
 
 
 def test_settings_are_said() -> None:
@@ -169,7 +169,7 @@ def test_a_rank_may_have_several_stages() -> None:
         stage(0, COURSE, stages=[0, 2], sent_bytes={}, recomputed_flops=0, checkpointed_layers=0, peak_tensor=None),
         stage(1, COURSE),
     ]
-    text = forecast_text(forecasted(by_stage=rows))
+    text = forecast_text(forecasted(by_pipeline_rank=rows))
     assert "stages 0, 2: peak 20.00 MiB, 12.00 MiB between steps\n  " in text
     assert "  4 TFLOPs, none recomputed\n" in text
 
@@ -200,7 +200,7 @@ def test_documents_are_as_the_schema_says(made: Any) -> None:
 
 def test_equal_rows_of_the_largest_tensors_are_one() -> None:
     row = stage(0, COURSE, largest_tensors=[largest(3, ""), largest(2, ""), largest(2, ""), largest(2, "a")])
-    lines = forecast_text(forecasted(by_stage=[row])).splitlines()
+    lines = forecast_text(forecasted(by_pipeline_rank=[row])).splitlines()
     begin = next(index for index, line in enumerate(lines) if "largest tensors" in line)
     found = [line.strip() for line in lines[begin + 1 : begin + 4]]
     assert [line.endswith("outside modules (2 of this size)") for line in found] == [False, True, False]

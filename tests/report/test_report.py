@@ -68,7 +68,7 @@ def test_what_ranks_hold_stands_beside_the_other_fields() -> None:
 def test_time_and_memory_are_taken_at_the_end() -> None:
     report = Stopwatch().stop(converted(bytes_written=10**9))
     assert report.seconds > 0
-    assert report.gb_per_s == pytest.approx(1 / report.seconds)
+    assert report.written_gb_per_s == pytest.approx(1 / report.seconds)
     assert report.peak_rss > 1 << 20
 
 
@@ -95,7 +95,7 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
         ],
         dropped_optimizer={"tensors": 3, "bytes": 3 << 20},
         objects={"count": 2, "bytes": 5},
-        edits=[{"key": "dtype", "before": "float32", "after": "bfloat16"}],
+        config_edits=[{"key": "dtype", "before": "float32", "after": "bfloat16"}],
         dtype_unchanged=["a", "b"],
         prefix="model.",
     )

@@ -76,5 +76,5 @@ def test_a_dry_run_has_no_speed_in_text_or_document() -> None:
     assert written_gb_per_s(dry, 2.0) == 0.0
     for report, has_speed in ((wrote, True), (dry, False)):
         done = Stopwatch().stop(report)
-        assert (done.to_dict()["gb_per_s"] > 0) is has_speed
+        assert (done.to_dict()["written_gb_per_s"] > 0) is has_speed
         assert ("/s" in cost_text(done)) is has_speed

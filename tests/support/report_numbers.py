@@ -334,8 +334,8 @@ def _check_cost(lines: Lines, document: Mapping[str, Any]) -> None:
     assert is_size(line[4], document["peak_rss"]) and document["peak_rss"] > 1 << 20
     assert (line[3] or "this process") == document["peak_rss_of"]
     if line[2]:
-        assert is_size(line[2], document["gb_per_s"] * 1e9, slack=500)  # printed with six digits
-        assert document["gb_per_s"] * 1e9 * document["seconds"] == _near(document["bytes_written"])
+        assert is_size(line[2], document["written_gb_per_s"] * 1e9, slack=500)  # printed with six digits
+        assert document["written_gb_per_s"] * 1e9 * document["seconds"] == _near(document["bytes_written"])
 
 
 def _near(value: float) -> Any:

@@ -86,7 +86,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
             for row, each in zip(tie_rows(ties), actions, strict=True)
         ],
         dropped=[*conversion.dropped_state.rows, *state.dropped_rows],
-        edits=list(conversion.sidecars.edits),
+        config_edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
         ranks=_rank_entries(conversion),
         notes=list(log.notes),

@@ -18,12 +18,12 @@ class ForecastReport(Report):
         parameters: Number of parameters of the whole model.
         layout: Sizes of the mesh: `tp`, `pp`, `dp_shard`, `dp_replicate`.
         settings: Settings of a step: batch, seq, microbatches, dtypes, optimizer, loss, ...
-        by_stage: One entry per rank of the pipeline, or a single entry without a pipeline: `stages`, `peak` and
+        by_pipeline_rank: One entry per rank of the pipeline, or a single entry without a pipeline: `stages`, `peak` and
             `between_steps` (bytes), `by_kind` (bytes at the peak), `between_steps_by_kind`, `peak_tensor` (tensor whose
             allocation is the peak), `largest_tensors` (at the peak), `flops`, `recomputed_flops`, `sent_bytes` (by
             collective), `checkpointed_layers`, `fits`, `timeline` (parts of the step in order, each with the bytes by
             kind at its own peak).
-        kinds: Kinds of memory, in the order of the numbers in each entry of `timeline`.
+        memory_kinds: Kinds of memory, in the order of the numbers in each entry of `timeline`.
         gpu_memory: Memory of a GPU in bytes; null if it was not given.
         reserved: Bytes of GPU memory reserved for allocations other than tensors, for the largest peak.
         fits: True if every stage fits in `gpu_memory`; null if it was not given.
@@ -40,8 +40,8 @@ class ForecastReport(Report):
     parameters: int
     layout: Mapping[str, int]
     settings: Mapping[str, Any]
-    by_stage: Sequence[dict[str, Any]]
-    kinds: Sequence[str]
+    by_pipeline_rank: Sequence[dict[str, Any]]
+    memory_kinds: Sequence[str]
     gpu_memory: int | None
     reserved: int
     fits: bool | None
@@ -60,12 +60,12 @@ class SearchReport(Report):
         parameters: Number of parameters of the whole model.
         gpus: Number of GPUs.
         gpu_memory: Memory of a GPU in bytes.
-        settings: Settings of a step over all GPUs: sequences (their number), seq, images, dtypes, optimizer, loss.
+        settings: Settings of a step over all GPUs: sequences_per_step, seq, images, dtypes, optimizer, loss.
         layouts: Layouts that fit, the best first: `layout`, `activation_checkpointing`, `microbatches` (per
-            data-parallel rank), `sequences` (per microbatch), `peak`, `between_steps` and `reserved` (bytes), `flops`
+            data-parallel rank), `sequences_per_microbatch`, `peak`, `between_steps` and `reserved` (bytes), `flops`
             and `recomputed_flops` (of the rank that computes most), `bubble_fraction` (fraction of a step in which a
-            pipeline rank is idle), `sent_bytes` (by collective, of the rank that sends most), `is_checked` (true if
-            every stage and layer was evaluated, or compared with others).
+            pipeline rank is idle), `sent_bytes` (by collective, of the rank that sends most), `is_fully_evaluated`
+            (true if every rank was forecast, and the extrapolation over layers was checked).
         layouts_too_large: Layouts that fit with no activation checkpointing mode: `layout`, and the smallest `peak`
             evaluated, in bytes.
         unsupported_layouts: Layouts that are not supported: `layout` and `reason`.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptx.runtime.memory.storage_ledger import CARRIED, StorageLedger
+from ckptx.runtime.memory.storage_ledger import PIPELINE_P2P, StorageLedger
 from ckptx.runtime.parallel.pipeline.boundaries import Batch
 from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, make_header, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
@@ -64,11 +64,11 @@ class IsolatedPipeline(Pipeline):
         return tuple(map(_create_received, self._input_slots[stage]))
 
     def _pack(self, runner: StageRunner, sent_values: Sequence[Any]) -> tuple[Tensor, ...]:
-        with self._ledger.label_all(CARRIED):
+        with self._ledger.label_all(PIPELINE_P2P):
             return super()._pack(runner, sent_values)
 
     def _unpack(self, runner: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
-        self._ledger.label(payload, CARRIED)
+        self._ledger.label(payload, PIPELINE_P2P)
         return unpack(payload, self._payload_slots[runner.number], make_header(self._input_slots[runner.number]))
 
 

@@ -50,8 +50,8 @@ def build_report(
             "ac_scope": layout.ac_scope,
             **_settings(task),
         },
-        by_stage=rows,
-        kinds=KINDS,
+        by_pipeline_rank=rows,
+        memory_kinds=KINDS,
         gpu_memory=memory,
         reserved=reserve_bytes(peak),
         fits=fits,
@@ -111,7 +111,7 @@ def _storage_row(lifetime: StorageLifetime) -> dict[str, Any]:
         "kind": classify_storage(lifetime),
         "op": lifetime.operation,
         "module": lifetime.alloc_phase.module,
-        "part": lifetime.alloc_phase.name,
+        "phase": lifetime.alloc_phase.name,
         "microbatch": lifetime.alloc_phase.pass_index,
         "is_recomputed": lifetime.alloc_phase.is_recompute,
         "shape": list(lifetime.shape),
@@ -128,7 +128,7 @@ def build_search_report(space: SearchSpace, result: SearchResult) -> SearchRepor
     assumptions = list_assumptions(task, tp_sizes.pop() if len(tp_sizes) == 1 else None, missing, False)
     assumptions.append(
         "every layout runs the same step; most are extrapolated from few layers, microbatches and pipeline ranks; the "
-        "row marked checked was forecast for every rank, and its extrapolation over layers was checked"
+        "row marked fully evaluated was forecast for every rank, and its extrapolation over layers was checked"
     )
     if space.fixed.tp is None and space.gpus > GPUS_PER_NODE:
         assumptions.append(
@@ -141,7 +141,7 @@ def build_search_report(space: SearchSpace, result: SearchResult) -> SearchRepor
         parameters=result.parameter_count,
         gpus=space.gpus,
         gpu_memory=space.memory,
-        settings={"sequences": task.recipe.training.global_batch, **_settings(task)},
+        settings={"sequences_per_step": task.recipe.training.global_batch, **_settings(task)},
         layouts=[_candidate_row(each) for each in best],
         layouts_too_large=[
             {"layout": _mesh_row(each.dims), "peak": each.min_peak}
@@ -163,7 +163,7 @@ def _candidate_row(each: Candidate) -> dict[str, Any]:
         "layout": _mesh_row(each.task.dims),
         "activation_checkpointing": each.task.recipe.layout.activation_checkpointing,
         "microbatches": each.task.microbatches,
-        "sequences": each.task.microbatch,
+        "sequences_per_microbatch": each.task.microbatch,
         "peak": each.peak,
         "between_steps": each.between_steps,
         "reserved": reserve_bytes(each.peak),
@@ -171,7 +171,7 @@ def _candidate_row(each: Candidate) -> dict[str, Any]:
         "recomputed_flops": each.recomputed_flops,
         "bubble_fraction": each.idle_fraction,
         "sent_bytes": dict(each.sent_bytes),
-        "is_checked": each.is_checked,
+        "is_fully_evaluated": each.is_fully_evaluated,
     }
 
 

@@ -71,7 +71,7 @@ class Candidate:
         recomputed_flops: Those of `flops` that are recomputed.
         sent_bytes: Bytes by collective, on the rank that sends most.
         missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
-        is_checked: True if every stage was forecast, and the extrapolation of layers was validated.
+        is_fully_evaluated: True if every stage was forecast, and the extrapolation of layers was validated.
     """
 
     task: ForecastTask
@@ -81,7 +81,7 @@ class Candidate:
     recomputed_flops: int
     sent_bytes: Mapping[str, int]
     missing_inputs: tuple[str, ...] = ()
-    is_checked: bool = False
+    is_fully_evaluated: bool = False
 
     @property
     def idle_fraction(self) -> float:
@@ -236,7 +236,7 @@ def _search_mesh(
 def confirm(result: MeshResult, memory: int) -> MeshResult:
     """Forecast the best candidate with every stage and validated extrapolation; drop it if it does not fit."""
     assert result.best is not None
-    best = replace(_forecast_candidate(result.best.task), is_checked=True)
+    best = replace(_forecast_candidate(result.best.task), is_fully_evaluated=True)
     candidate_count = result.candidate_count + 1
     return MeshResult(result.dims, best if best.fits(memory) else None, best.peak, candidate_count=candidate_count)
 

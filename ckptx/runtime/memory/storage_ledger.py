@@ -31,8 +31,8 @@ from ckptx.runtime.torch_private import (
 )
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
-ACTIVATIONS, CARRIED, TEMPORARIES = "activations", "carried", "temporaries"
-KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, CARRIED, TEMPORARIES)
+ACTIVATIONS, PIPELINE_P2P, TEMPORARIES = "activations", "pipeline_p2p", "temporaries"
+KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, PIPELINE_P2P, TEMPORARIES)
 
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
 _META = torch.device("meta")

@@ -35,6 +35,6 @@ def test_its_stages_hold_all_of_its_parameters(model: Path, options: dict[str, o
     report = ckptx.forecast(model, seq=16, trust_remote_code=True, **options)  # type: ignore[call-overload]
     parameters = 2 * 64 * 16 + 2 * 16 + 4 * (4 * 16 * 16 + 2 * 4 * 16 * 16 + 2 * 16)
     assert report.parameters == parameters
-    rows = report.by_stage
+    rows = report.by_pipeline_rank
     assert len(rows) == ranks
     assert sum(row["by_kind"]["parameters"] for row in rows) == 4 * parameters

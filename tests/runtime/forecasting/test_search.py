@@ -162,15 +162,15 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
     """Memory that not all layouts fit: those are told with what they take; the best is a forecast of its own."""
     one = forecast(source, tp=2, batch=2, microbatches=2, seq=64, dtype="bf16")
     assert isinstance(one, ForecastReport)
-    peak = one.by_stage[0]["peak"]
+    peak = one.by_pipeline_rank[0]["peak"]
     memory = peak + reserve_bytes(peak)
     found = ckptx.forecast(source, search=True, gpus=2, gpu_memory=memory, seq=64, dtype="bf16")
     assert isinstance(found, SearchReport)
     assert found.ok and found.parameters == one.parameters
     best = found.layouts[0]
-    assert best["is_checked"] and best["layout"]["tp"] == 2 and best["microbatches"] == 2
+    assert best["is_fully_evaluated"] and best["layout"]["tp"] == 2 and best["microbatches"] == 2
     assert (best["peak"], best["flops"], best["sent_bytes"]) == (
-        peak, one.by_stage[0]["flops"], one.by_stage[0]["sent_bytes"],
+        peak, one.by_pipeline_rank[0]["flops"], one.by_pipeline_rank[0]["sent_bytes"],
     )  # fmt: skip
     assert all(each["peak"] + each["reserved"] <= memory for each in found.layouts)
     seen = [each["layout"] for each in (*found.layouts, *found.layouts_too_large, *found.unsupported_layouts)]
