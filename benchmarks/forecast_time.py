@@ -43,7 +43,9 @@ def run_case(name: str, directory: Path) -> dict[str, Any]:
     report = directory / "report.json"
     seconds, peak_rss = time_command([*command, "--report", str(report)])
     document = json.loads(report.read_text())
-    rows = document.get("by_pipeline_rank") or document["layouts"]  # stages of a forecast, or layouts that a search found
+    rows = (
+        document.get("by_pipeline_rank") or document["layouts"]
+    )  # stages of a forecast, or layouts that a search found
     return {
         "case": name,
         "seconds": seconds,
