@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Names of the phases, for collection without torch.
 PHASES = (
-    "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume", "kills",
+    "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume",
+    "killed saves",
 )  # fmt: skip
 _WHOLE_RUN = "run"  # name of the test of the run as a whole
 
