@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from ckptx.cli.env import _TESTED
+from ckptx.cli.env import _TESTED_VERSIONS
 from ckptx.errors import _EXTRA_BY_PACKAGE, missing_package
 
 ROOT = Path(__file__).parents[2]
@@ -54,4 +54,4 @@ def test_the_documents_list_the_tested_versions() -> None:
     words = set(re.findall(r"\d+(?:\.\d+)+", found[0]))
     for each in (pins("constraints.txt"), pins("constraints-oldest.txt")):
         assert {each[name] for name in ("torch", "transformers", "click", "huggingface-hub", "numpy")} <= words
-        assert all(each[name] in said.split(" and ") for name, said in _TESTED.items())
+        assert all(each[name] in said.split(" and ") for name, said in _TESTED_VERSIONS.items())
