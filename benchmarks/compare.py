@@ -45,15 +45,15 @@ def time_cases(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]],
     """
     copy, out = work / "cp", work / "out"
     steps = [Step(f"cp -r {source.name}", ["cp", "-r", str(source), str(copy)], copy)]
-    for name, (command_name, *options) in cases:
-        arguments = [*command_name.split(), str(source), str(out), *options]
-        steps += [Step(f"{name}, {checkout}", command(root, *arguments), out) for checkout, root in _checkouts(other)]
+    for name, (verb, *rest) in cases:
+        words = [*verb.split(), str(source), str(out), *rest]
+        steps += [Step(f"{name}{suffix}", command(root, *words), out) for suffix, root in _checkouts(other)]
     return time_rounds(steps, rounds, directory_size(source))
 
 
 def _checkouts(other: Path) -> list[tuple[str, Path]]:
-    """Return the label and the directory of both checkouts."""
-    return [("before", other), ("now", HERE.parent)]
+    """Return both checkouts, each with the suffix of its rows."""
+    return [(", before", other), ("", HERE.parent)]
 
 
 def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
@@ -63,21 +63,21 @@ def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
         work,
         work / "HF",
         [
-            ("convert hf2dcp", ["convert hf2dcp"]),
+            ("convert to-dcp", ["convert to-dcp"]),
             ("HF -> DCP tp4 x pp2", ["reshard", "--to", "dcp", *_MESH]),
             ("HF -> sharded safetensors tp4 x pp2", ["reshard", "--to", "safetensors", *_MESH]),
         ],
         other,
         rounds,
     )
-    _run_ckptx(["convert", "hf2dcp"], work / "HF", dcp)
-    rows += time_cases(work, dcp, [("convert dcp2hf", ["convert dcp2hf"])], other, rounds)
+    _run_ckptx(["convert", "to-dcp"], work / "HF", dcp)
+    rows += time_cases(work, dcp, [("convert to-hf", ["convert to-hf"])], other, rounds)
     subprocess.run(["rm", "-r", str(dcp)], check=True)
     _run_ckptx(["reshard", "--to", "dcp", *_MESH], work / "HF", sharded)
     return rows + time_cases(
         work,
         sharded,
-        [("DCP tp4 x pp2 -> DCP tp2", ["reshard", "--tp", "2"]), ("DCP tp4 x pp2 -> HF", ["convert dcp2hf"])],
+        [("DCP tp4 x pp2 -> DCP tp2", ["reshard", "--tp", "2"]), ("DCP tp4 x pp2 -> HF", ["convert to-hf"])],
         other,
         rounds,
     )

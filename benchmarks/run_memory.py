@@ -95,18 +95,17 @@ def main() -> None:
     if arguments.work is not None:
         threads_on_rank(arguments.work / "tiny", arguments.runs, arguments.work / "threads.json")
         return
-    other_roots = {} if arguments.other is None else {"before": arguments.other.resolve(strict=True)}
+    roots = {} if arguments.other is None else {", before": arguments.other.resolve(strict=True)}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         model = Path(directory) / "HF"
         subprocess.run([sys.executable, "-c", _MODEL, str(model)], check=True)
-        for case, (options, bytes_per_parameter) in _CASES.items():
-            for checkout, root in {**other_roots, "now": HERE.parent}.items():
-                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * bytes_per_parameter
+        for case, (options, width) in _CASES.items():
+            for suffix, root in {**roots, "": HERE.parent}.items():
+                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * width
                 rows.append(
                     {
-                        "case": case,
-                        "version": checkout,
+                        "case": f"{case}{suffix}",
                         "weights_and_gradients": nbytes,
                         "peak": peak,
                         "overhead": peak - nbytes,
@@ -116,12 +115,11 @@ def main() -> None:
     lines = [
         (
             row["case"],
-            row["version"],
             *(f"{row[key] / _GIB:.2f} GiB" for key in ("weights_and_gradients", "peak", "overhead")),
         )
         for row in rows
     ]
-    columns = ("computed in", "version", "weights and gradients", "peak of rank 0", "beyond weights and gradients")
+    columns = ("computed in", "weights and gradients", "peak of rank 0", "beyond weights and gradients")
     threads = f"Threads of rank 0 after the first of {len(counts)} runs: {counts[0]}; after the last: {counts[-1]}.\n"
     title = "`verify --run --tp 2`, 317 M parameters stored in bfloat16"
     publish(arguments.results, "run_memory", {"rows": rows, "threads": counts}, [table(title, columns, lines), threads])

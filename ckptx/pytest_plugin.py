@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Names of the phases, for collection without torch.
 PHASES = (
-    "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume", "kills",
+    "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume",
+    "killed saves",
 )  # fmt: skip
 # The same for a recipe with a `trainer` block; "sharded" only with `checks.sharded`.
 TRAINER_PHASES = ("uninterrupted", "sharded", "rerun", "load and save", "resumed")

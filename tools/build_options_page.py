@@ -25,7 +25,7 @@ def options_of(command: Command) -> list[tuple[Setting, Option]]:
     found: dict[str, tuple[Setting, Option]] = {}
     for table in tables_of(command):
         for setting in settings_of(table).values():
-            if setting.option is not None and table is not GlobalOptions:
+            if setting.option is not None and not setting.option.is_hidden and table is not GlobalOptions:
                 found.setdefault(setting.name, (setting, setting.option))
     return sorted(found.values(), key=lambda each: SECTIONS.index(each[1].section))
 

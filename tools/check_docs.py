@@ -17,7 +17,8 @@ The blocks of a page run in order and find these checkpoints in their directory:
 
     model                         the checkpoint of `make demo`
     MODEL                         a small checkpoint of the same class
-    step-1000                     a DCP of MODEL in float32, with optimizer state and without a config
+    step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
+                                  optimizer state, but no config
     outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
     state-1000                    the same as accelerate writes it with FSDP and SHARDED_STATE_DICT
 """
@@ -25,6 +26,7 @@ The blocks of a page run in order and find these checkpoints in their directory:
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import shutil
@@ -189,24 +191,25 @@ def write_checkpoints(directory: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 256}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
-    model.to(torch.bfloat16).save_pretrained(directory / "MODEL")
-    tensors = {name: value.float() for name, value in model.state_dict().items()}
-    parameters = {name: value.float() for name, value in model.named_parameters()}  # tied parameters once
-    train_state = {"train_state": {"step": torch.tensor(1000)}}
-    _save_dcp({"model": tensors, "optimizer": optimizer_of(parameters), **train_state}, directory / "step-1000")
-    _save_dcp({"model": tensors}, directory / "state-1000" / "pytorch_model_fsdp_0")
-    _save_dcp({"optimizer": optimizer_of(parameters)}, directory / "state-1000" / "optimizer_0")
+    state, trained = model.state_dict(), dict(model.named_parameters())  # in `trained`, tied parameters are once
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
+    counter = {"train_state": {"step": torch.tensor(1000)}}
+    _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
+    _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
+    _save_dcp({"optimizer": optimizer_of(trained)}, directory / "state-1000" / "optimizer_0")
 
     with tempfile.TemporaryDirectory() as work:
-        renamed = Path(work, "renamed")
-        report = ckptx.convert("to-dcp", directory / "MODEL", renamed, names="torchtitan", tied="drop", dtype="fp32")
+        float32, renamed = Path(work, "float32"), Path(work, "renamed")
+        model.save_pretrained(float32)
+        report = ckptx.convert("to-dcp", float32, renamed, names="torchtitan", tied="drop")
         entries = ckptx.open_checkpoint(renamed).tensors
         titan_tensors = {name: torch.empty(entry.shape) for name, entry in entries.items()}
         assert report.tensors == len(titan_tensors)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about a single process
             dcp.load(titan_tensors, checkpoint_id=renamed, no_dist=True)
-    titan_state = {**titan_tensors, "optimizer": optimizer_of(titan_tensors), **train_state}
+    titan_state = {**titan_tensors, "optimizer": optimizer_of(titan_tensors), **counter}
     _save_dcp(titan_state, directory / "outputs" / "checkpoint" / "step-1000")
 
 

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from ckptx.cli.streams import print_error
 from ckptx.errors import CkptxError, UsageError
 from ckptx.options.commands import COMMANDS, Command, commands_by_name, tables_of
-from ckptx.options.help import make_help, section_titles
+from ckptx.options.help import make_help, section_titles, size_note
 from ckptx.options.option import GLOBAL, SECTIONS, Argument, Option, Options, Setting, settings_of
 from ckptx.options.output import GlobalOptions
 
@@ -106,6 +106,10 @@ class _SectionedHelp(click.Command):
                     _write_rows(formatter, records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sizes = size_note(self.tables)
+        if sizes:
+            with formatter.section("Sizes"):
+                formatter.write_text(sizes)
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
@@ -308,6 +312,8 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
     else:
         flags, kwargs["type"] = setting.flags, _param_type(setting, annotation)
         kwargs |= {"metavar": setting.metavar, "multiple": setting.kind is tuple}
+    if annotation.is_hidden:
+        kwargs["hidden"] = True
     if setting.default_text:
         kwargs["show_default"] = setting.default_text
     main_option = click.Option([*flags, setting.name], help=text, **kwargs)
@@ -319,7 +325,9 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
         for flag, value in annotation.shorthands.items()
     ]  # fmt: skip
     aliases = [
-        click.Option([flag, f"{setting.name}{_SUFFIX_MARK}{flag.lstrip('-').replace('-', '_')}"], hidden=True, **kwargs)
+        click.Option(
+            [flag, f"{setting.name}{_SUFFIX_MARK}{flag.lstrip('-').replace('-', '_')}"], **{**kwargs, "hidden": True}
+        )
         for flag in annotation.aliases
     ]
     return [main_option, *shorthands, *aliases]

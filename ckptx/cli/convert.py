@@ -66,7 +66,10 @@ def to_dcp(call: CommandCall) -> int:
     ],
 )
 def to_hf(call: CommandCall) -> int:
-    """Convert a checkpoint to HF safetensors with config and tokenizer (alias: dcp2hf)."""
+    """Convert a checkpoint to HF safetensors with config and tokenizer (alias: dcp2hf).
+
+    Optimizer state is dropped, because safetensors cannot hold it.
+    """
     return _run(call)
 
 

@@ -32,7 +32,8 @@ class BufferOptions(Options):
         ),
     ] = None
     max_memory: Annotated[
-        int | str, Option("Upper limit of the memory for I/O buffers.", EXECUTION, parse=parse_size)
+        int | str,
+        Option("Memory limit of the I/O buffers of all threads, not of the process.", EXECUTION, parse=parse_size),
     ] = "256MB"
     on_progress: Annotated[Progress, Hook("Function that is called with the number of bytes done and the total.")] = (
         no_progress

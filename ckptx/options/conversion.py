@@ -213,7 +213,10 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     optimizer: Annotated[
         OptimizerMode | None,
         OPTIMIZER._replace(
-            help="Optimizer state; always dropped, because safetensors cannot hold it.", metavar="drop", default="drop"
+            help="Optimizer state; always dropped, because safetensors cannot hold it.",
+            metavar="drop",
+            default="drop",
+            is_hidden=True,
         ),
     ] = None
     max_shard_size: Annotated[

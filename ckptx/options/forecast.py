@@ -75,9 +75,7 @@ class StepOptions(
     ] = None
     gpu_memory: Annotated[
         int | str | None,
-        GPU_MEMORY._replace(
-            help="Memory per GPU; exit 1 if the step does not fit. 80GB means 80 GiB, as GPU vendors count."
-        ),
+        GPU_MEMORY._replace(help="Memory per GPU; exit 1 if the step does not fit."),
     ] = None
     batch: Annotated[
         int | None,
@@ -118,8 +116,8 @@ class StepOptions(
     loss: Annotated[
         Loss,
         Option(
-            "Cross-entropy loss in fp32 on logits that TP shards (sharded) or, as in transformers, on full logits "
-            "(full); or the sum of the logits without a loss (none).",
+            "Loss: sharded (cross-entropy in fp32, on logits that TP shards over the vocabulary), full (the same on "
+            "full logits, as in transformers) or none (the sum of the logits).",
             TRAINING_STEP,
             shorthands={"--no-loss": "none"},
         ),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckptx.options.option import Options, Setting, settings_of
+from ckptx.options.sizes import parse_gpu_memory, parse_size
 
 
 class TableSwitch(NamedTuple):
@@ -105,6 +106,18 @@ def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
         else section
         for section, section_conditions in conditions.items()
     }
+
+
+def size_note(tables: Sequence[type[Options]]) -> str:
+    """Return the units of sizes in the options of a command; "" if no option takes a size."""
+    settings = [setting for table in tables for setting in settings_of(table).values()]
+    parsers = {each.option.parse for each in settings if each.option is not None and each.option.is_size}
+    sentences = []
+    if parse_size in parsers:
+        sentences.append("SIZE is a number with a unit: 5GB is 5 x 1000^3 bytes, 5GiB is 5 x 1024^3 bytes.")
+    if parse_gpu_memory in parsers:
+        sentences.append("--gpu-memory 80GB is 80 GiB, as GPU vendors count.")
+    return " ".join(sentences)
 
 
 def _required_flags(table: type[Options], setting: Setting) -> list[str]:

@@ -67,6 +67,7 @@ class Option(NamedTuple):
         parse: Function that converts a size such as `5GB` or `256MiB` to bytes; None if the value is not a size. Its
             second argument is the subject of its error messages.
         is_secret: True for a value that is never printed.
+        is_hidden: True to leave the option out of help and docs/options.md, such as one with a single valid value.
         keywords: Keywords among free strings, for shell completion.
         spellings: Other spelling of a choice -> choice.
         shorthands: Flag without a value -> choice.
@@ -86,6 +87,7 @@ class Option(NamedTuple):
     maximum: int | None = None
     parse: Callable[[str | int, str], int] | None = None
     is_secret: bool = False
+    is_hidden: bool = False
     keywords: Sequence[str] = ()
     spellings: Mapping[str, str] = {}
     shorthands: Mapping[str, str] = {}

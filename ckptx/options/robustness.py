@@ -20,7 +20,7 @@ def _ignore_report(report: RobustnessReport) -> None:
 
 _PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
-    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 kills."
+    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 killed saves."
 )
 
 

@@ -19,7 +19,7 @@ GpuName = Literal[
     "h100", "h200", "b200", "a100-80gb", "a100-40gb", "l40s", "l4", "a10g", "v100-32gb", "t4", "rtx4090", "mi300x"
 ]
 GPU_MEMORY = Option(
-    "Memory per GPU; refuse to start if the run cannot fit. 80GB means 80 GiB, as GPU vendors count.",
+    "Memory per GPU; refuse to start if the run cannot fit.",
     MEMORY_LIMITS,
     parse=parse_gpu_memory,
     default="no check",

@@ -40,15 +40,18 @@ class RunOptions(
     reference_memory: Annotated[
         int | str | None,
         Option(
-            "Memory limit for the reference model; a larger one runs in several parts. With one rank, it covers both "
-            "models.",
+            "Memory limit of the reference model; a larger reference runs in parts, one after another. With one rank, "
+            "the limit covers both models.",
             MEMORY_LIMITS,
             parse=parse_size,
             default="free memory",
         ),
     ] = None
     compute_dtype: Annotated[
-        Dtype, Option("Compute dtype (auto: as stored).", MODEL_RUN, spellings=DTYPE_SPELLINGS, replaces=("dtype",))
+        Dtype,
+        Option(
+            "Compute dtype (auto: that of each config.json).", MODEL_RUN, spellings=DTYPE_SPELLINGS, replaces=("dtype",)
+        ),
     ] = "fp32"
     compile: Annotated[bool, Option("Compile each layer with torch.compile.", MODEL_RUN)] = False
     backward: Annotated[

@@ -8,7 +8,7 @@
 4 export             exported HF files give the same logits in stock transformers
 5 other layouts      a checkpoint resharded for other meshes is bit-identical, and trains equally within the noise
 6 resume             a run resumed from each saved step equals the uninterrupted run; the first one in new processes
-7 kills              a killed save leaves the last good step, and no incomplete step that looks complete
+7 killed saves       a killed save leaves the last good step, and no incomplete step that looks complete
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(4, "export", "exported HF files give the same logits in transformers", check_export),
     Phase(5, "other layouts", "resharded for another mesh, state is equal and training matches", check_other_layouts),
     Phase(6, "resume", "a resumed run equals an uninterrupted run", check_resume),
-    Phase(7, "kills", "a killed save leaves the last good step", check_kills),
+    Phase(7, "killed saves", "a killed save leaves the last good step", check_kills),
 )
 
 

@@ -144,7 +144,8 @@ def test_a_former_name_of_an_argument(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_each_command_has_the_options_of_its_tables(words: str) -> None:
-    assert {option.name for option in options_of(COMMANDS[words])} - GLOBAL == MEANING[words]
+    hidden = {"optimizer"} if words == "convert to-hf" else set()  # accepted, with a single valid value
+    assert {option.name for option in options_of(COMMANDS[words])} - GLOBAL == MEANING[words] - hidden
 
 
 MEANINGLESS = [(words, option) for words in MEANING for option in sorted(OPTIONS.keys() - MEANING[words])]

@@ -227,6 +227,7 @@ def test_help_names_the_sections(stub: StubRun) -> None:
         "Execution:",
         "Report:",
         "Global options:",
+        "Sizes:",
         "Examples:",
     ]
     assert "ckptx robustness llama_tiny" in said

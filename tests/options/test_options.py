@@ -17,7 +17,7 @@ from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.options.forecast import ForecastOptions
-from ckptx.options.help import make_help, section_titles
+from ckptx.options.help import make_help, section_titles, size_note
 from ckptx.options.option import REPORT, Option, Options, is_class, settings_of
 from ckptx.options.sizes import GPU_GIB, default_workers, parse_gpu_memory, parse_size
 from ckptx.options.step import GpuName
@@ -351,6 +351,23 @@ def test_help_names_what_an_option_depends_on() -> None:
     assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
     assert search.sentences().endswith(" Requires --gpus.")
+
+
+def test_help_names_the_units_of_sizes_once() -> None:
+    notes = {words: size_note(tables_of(command)) for words, command in COMMANDS.items()}
+    assert notes["inspect"] == ""
+    for words, takes_bytes, takes_gpu_memory in [
+        ("convert to-hf", True, False), ("verify", True, True), ("forecast", False, True), ("robustness", False, True),
+    ]:  # fmt: skip
+        assert ("5GB is 5 x 1000^3 bytes" in notes[words]) == takes_bytes, words
+        assert ("80GB is 80 GiB" in notes[words]) == takes_gpu_memory, words
+    for command in COMMANDS.values():
+        assert not [each.text for each in make_help(tables_of(command)).values() if "GiB" in each.text]
+
+
+def test_every_choice_of_the_loss_is_named_in_its_help() -> None:
+    text = make_help(tables_of(COMMANDS["forecast"]))["loss"].text
+    assert all(f"{choice} (" in text for choice in settings_of(ForecastOptions)["loss"].main_choices)
 
 
 def test_the_former_name_of_hf_names_still_works() -> None:

@@ -20,3 +20,10 @@ def test_every_option_is_there(words: str) -> None:
     text = build.PATH.read_text(encoding="utf-8").partition(f"### {words}\n")[2].partition("\n### ")[0]
     for setting, _ in build.options_of(COMMANDS[words]):
         assert f"`{setting.flag}`" in text
+
+
+def test_a_hidden_option_is_not_there() -> None:
+    text = build.PATH.read_text(encoding="utf-8")
+    assert "### convert to-hf\n" in text
+    section = text.partition("### convert to-hf\n")[2].partition("\n### ")[0]
+    assert "--optimizer" not in section

@@ -75,7 +75,7 @@ def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
         PHASE
         | {"checks": [ORACLE | {"name": "rng"}, ORACLE | {"name": "loss", "count": 0, "value": 0.5, "tolerance": 0}]},
         PHASE | {"name": "export", "notes": ["out of memory"]},
-        PHASE | {"name": "kills", "ok": None},
+        PHASE | {"name": "killed saves", "ok": None},
     ]
     cause = {"phase": "resume", "check": "rng", "cause": "RNG state differs"}
     report = REPORT | {
@@ -90,7 +90,11 @@ def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
         f"{head}killed while saving: rename: the last good step cannot be loaded",
     ]
     text = action.summary(report)
-    assert "failed, exit 1" in text and "| resume | **failed** | 2.0 |" in text and "| kills | not run | 2.0 |" in text
+    assert (
+        "failed, exit 1" in text
+        and "| resume | **failed** | 2.0 |" in text
+        and "| killed saves | not run | 2.0 |" in text
+    )
     assert "file=" not in action.annotations(report, tmp_path / "other")[0]
 
 

@@ -91,10 +91,19 @@ def test_more_items_than_a_line_names_are_counted() -> None:
 def test_several_things_at_one_place_are_each_said() -> None:
     said = ["step-3: is no complete step", "the next save: step-3 is there"]
     rows = [
-        {"phase": "kills", "check": "readable", "item": "write a", "rank": None, "reference": "none", "actual": found}
+        {
+            "phase": "killed saves",
+            "check": "readable",
+            "item": "write a",
+            "rank": None,
+            "reference": "none",
+            "actual": found,
+        }
         for found in said
     ]
-    text = robustness_text(broken(phases=[phase("kills", False, oracle("readable", ["write a"]))], differing=rows))
+    text = robustness_text(
+        broken(phases=[phase("killed saves", False, oracle("readable", ["write a"]))], differing=rows)
+    )
     assert all(f"write a: expected none, got {each}" in text for each in said)
 
 

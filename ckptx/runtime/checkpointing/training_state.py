@@ -156,9 +156,10 @@ def _find_saved_rank(stored: StoredState, name: str, mesh: DeviceMesh | None, *,
         if not is_required:
             return None
         raise UnsupportedError(
-            f'{stored.root}: training state "{name}" was saved with {saved_dims.dp} data ranks and {saved_dims.pp} '
-            f"stages, this run has {dims.dp} and {dims.pp}; resume with the same numbers, or leave it out and start it "
-            "fresh, for example with `randomness.seed(other_number, mesh)` and the data from the saved step on"
+            f'{stored.root}: training state "{name}" was saved with {saved_dims.dp} data-parallel ranks and '
+            f"{saved_dims.pp} stages, this run has {dims.dp} and {dims.pp}; resume with the same numbers, or leave it "
+            "out and start it fresh, for example with `randomness.seed(other_number, mesh)` and the data from the "
+            "saved step on"
         )
     rank = saved_dims.rank(pp, dp, tp if tp < saved_dims.tp else 0)
     if f"{prefix}{rank}" not in stored.objects:

@@ -119,8 +119,8 @@ class MixedInputs:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
             raise UnsupportedError(
-                f"{type(self._model).__name__}: cannot run on text alone ({reason}), which data ranks with different "
-                "kinds of inputs require; give every data rank the same kinds of inputs"
+                f"{type(self._model).__name__}: cannot run on text alone ({reason}), which data-parallel ranks with "
+                "different kinds of inputs require; give every data-parallel rank the same kinds of inputs"
             ) from error
         finally:
             for handle in handles:

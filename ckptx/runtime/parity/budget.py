@@ -74,15 +74,13 @@ class MemoryBudget:
         if min_bytes is None:
             raise SpaceError(
                 f"{name}: the reference requires {human_bytes(self.whole_bytes)} as a whole, the limit is "
-                f"{human_bytes(limit)}, and a model with {counted(layers, 'layer')} cannot be split into stages; use "
+                f"{human_bytes(limit)}, and a model with {counted(layers, 'layer')} cannot run in parts; use "
                 f"{advice}, or compare the bytes without --run"
             )
         raise SpaceError(
-            f"{name}: the reference requires at least {human_bytes(min_bytes)} when split into up to {layers} stages, "
-            "and "
-            f"the limit is {human_bytes(limit)}; use --reference-memory {-(-min_bytes // 10**6)}MB, {advice}, or "
-            "compare "
-            "the bytes without --run"
+            f"{name}: the reference requires at least {human_bytes(min_bytes)} in up to {layers} parts, and the limit "
+            f"is {human_bytes(limit)}; use --reference-memory {-(-min_bytes // 10**6)}MB, {advice}, or compare the "
+            "bytes without --run"
         )
 
     def _split_evenly(self, count: int) -> StageMap:

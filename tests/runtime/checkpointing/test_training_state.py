@@ -170,11 +170,12 @@ def test_what_nobody_can_say_whose_it_is_is_refused(pool: GlooPool, checkpoint: 
     (said,) = set(pool.run(asked, 4, path, ParallelDims(dp_shard=4), ["epoch", "rng"]))
     assert said.startswith("UnsupportedError: ")
     expected = (
-        'training state "rng" was saved with 2 data ranks and 1 stages, this run has 4 and 1; resume with the same'
+        'training state "rng" was saved with 2 data-parallel ranks and 1 stages, this run has 4 and 1; resume with the '
+        "same"
     )
     assert expected in said
     (said, *_) = pool.run(asked, 2, path, ParallelDims(pp=2), ["data"])
-    assert "with 2 data ranks and 1 stages, this run has 1 and 2" in said
+    assert "with 2 data-parallel ranks and 1 stages, this run has 1 and 2" in said
     (found, *_) = pool.run(asked, 4, path, ParallelDims(dp_shard=4), ["epoch"])
     assert "epoch" in found and "rng" not in found, "not asked for, so left out"
     (found,) = pool.run(asked, 1, path, None, [])

@@ -243,4 +243,4 @@ def _only_images(module: nn.Module, args: Any, kwargs: Inputs) -> None:
 def test_a_model_that_needs_an_image_is_refused(pool: GlooPool) -> None:
     for said in pool.run(refused, 2):
         assert "LlavaForConditionalGeneration: cannot run on text alone (there is no image)" in said
-        assert "give every data rank the same kinds of inputs" in said
+        assert "give every data-parallel rank the same kinds of inputs" in said

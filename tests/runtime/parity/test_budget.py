@@ -120,14 +120,14 @@ def test_the_least_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpaceError) as refused:
         budget.partition(least - 1)
     assert f"use --reference-memory {-(-least // 10**6)}MB, --no-backward, a machine with more" in str(refused.value)
-    assert "split into up to 8 stages" in str(refused.value)
+    assert "in up to 8 parts" in str(refused.value)
 
 
 def test_a_single_layer_cannot_be_cut(tmp_path: Path) -> None:
     side, seen = side_of(tmp_path, tied=True)
     budget = budget_of(side, seen, 1)
     one = MemoryBudget(budget.model, [budget.stacks[0].__class__("model.layers", 1)], budget.batches, True, False)
-    with pytest.raises(SpaceError, match="a model with 1 layer cannot be split into stages"):
+    with pytest.raises(SpaceError, match="a model with 1 layer cannot run in parts"):
         one.partition(1000)
 
 

@@ -113,7 +113,5 @@ def test_rows_have_padding_where_the_class_takes_a_mask(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_it_has_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(EVERY["llama-untied"], tmp_path)
     monkeypatch.setattr(memory, "read_free_bytes", lambda device: 1000)
-    with pytest.raises(
-        Exception, match=r"the reference requires at least .* when split into up to 2 stages, and the limit is 900 B"
-    ):
+    with pytest.raises(Exception, match=r"the reference requires at least .* in up to 2 parts, and the limit is 900 B"):
         verified(tmp_path, tmp_path)

@@ -95,9 +95,7 @@ def test_without_a_backward_pass_too(pool: GlooPool, hf: Path) -> None:
 def test_the_least_is_named_and_is_enough(pool: GlooPool, hf: Path) -> None:
     for error, said in pool.run(_refused, 1, str(hf), 10**6):
         assert error == "SpaceError"
-        least = re.search(
-            r"requires at least .* when split into up to 6 stages, .*; use --reference-memory (\d+)MB", said
-        )
+        least = re.search(r"requires at least .* in up to 6 parts, .*; use --reference-memory (\d+)MB", said)
         assert least is not None, said
     found, text = run_verify(pool, hf, hf, 1, 1, reference_memory=int(least[1]) * 10**6)
     assert_equal(found, text, ParallelDims())

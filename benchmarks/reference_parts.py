@@ -1,6 +1,6 @@
-"""Compare the peak memory of a reference that runs layer by layer with that of the whole reference.
+"""Compare the peak memory of a reference that runs in parts with that of the whole reference.
 
-    python benchmarks/layerwise_reference.py [--ram /dev/shm] [--results DIR]
+    python benchmarks/reference_parts.py [--ram /dev/shm] [--results DIR]
 
 The models are Llamas of 0.7 B parameters stored in bfloat16 and run as stored: one with an untied head, one tied, and
 one with the large vocabulary of Llama 3. Each run is a separate process that does only the work of rank 0 on its
@@ -46,7 +46,7 @@ _RUNS = {
     (_TIED, 2): (1, 12),
     ("untied, vocabulary 32,000", 1): (1, 12),
     ("tied, vocabulary 128,256", 1): (1, 12),
-}  # (model, number of batches) -> numbers of stages
+}  # (model, number of batches) -> numbers of parts
 _MIB = 1 << 20
 
 
@@ -55,13 +55,13 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run_reference(path: Path, stages: int, num_batches: int) -> dict[str, Any]:
+def run_one(path: Path, parts: int, count: int) -> dict[str, Any]:
     """Run only the reference of a model in this process.
 
     Args:
         path: HF checkpoint of the model.
-        stages: Number of stages in which the reference runs; 1 keeps the whole model in memory.
-        num_batches: Number of batches.
+        parts: Number of parts in which the reference runs; 1 keeps the whole model in memory.
+        count: Number of batches.
 
     Returns:
         Number of parameters, peak RSS above the RSS before the run and its estimate in bytes, number of compared
@@ -80,13 +80,13 @@ def run_reference(path: Path, stages: int, num_batches: int) -> dict[str, Any]:
     process = RankContext(0, 1, torch.device("cpu"))
     loader = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
     facts = loader.inspect_model()
-    batches = loader.make_batches(facts, num_batches)
+    batches = loader.make_batches(facts, count)
     model, stacks = loader.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
     reference: Any = WholeReference(loader, batches, process, backward=True)
     estimate = budget.whole_bytes
-    if stages > 1:
-        stage_map = StageMap(stacks, stages)
+    if parts > 1:
+        stage_map = StageMap(stacks, parts)
         estimate = budget.peak_bytes(stage_map)
         reference = OffloadedReference(
             loader, batches, process, partition_reference(model, stage_map, facts), backward=True
@@ -116,9 +116,9 @@ def _digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-def run_in_process(path: Path, stages: int, batches: int) -> dict[str, Any]:
-    """Call `run_reference` in a separate process."""
-    command = [sys.executable, __file__, "--work", str(path), "--stages", str(stages), "--batches", str(batches)]
+def run_in_process(path: Path, parts: int, batches: int) -> dict[str, Any]:
+    """Call `run_one` in a separate process."""
+    command = [sys.executable, __file__, "--work", str(path), "--parts", str(parts), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     outcome: dict[str, Any] = json.loads(
         subprocess.run(command, env=environment, check=True, capture_output=True).stdout
@@ -127,56 +127,56 @@ def run_in_process(path: Path, stages: int, batches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all runs, and write layerwise_reference.json and .md."""
+    """Measure all runs, and write reference_parts.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    for name, kind in {"--work": Path, "--stages": int, "--batches": int}.items():
+    for name, kind in {"--work": Path, "--parts": int, "--batches": int}.items():
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        print(json.dumps(run_reference(arguments.work, arguments.stages, arguments.batches)))
+        print(json.dumps(run_one(arguments.work, arguments.parts, arguments.batches)))
         return
     rows: list[dict[str, Any]] = []
     for name, config in _MODELS.items():
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             subprocess.run([sys.executable, "-c", _MODEL, directory, json.dumps(config)], check=True)
             for batches in (count for model, count in _RUNS if model == name):
-                unsplit = None  # outcome with one stage
-                for stages in _RUNS[name, batches]:
-                    outcome = run_in_process(Path(directory), stages, batches)
-                    unsplit = unsplit or outcome
+                resident = None
+                for parts in _RUNS[name, batches]:
+                    outcome = run_in_process(Path(directory), parts, batches)
+                    resident = resident or outcome
                     rows.append(
                         {
                             "model": name,
                             "batches": batches,
-                            "stages": stages,
+                            "parts": parts,
                             **outcome,
-                            "relative_peak": outcome["peak"] / unsplit["peak"],
-                            "is_equal": outcome["digest"] == unsplit["digest"],
-                            "relative_time": outcome["seconds"] / unsplit["seconds"],
+                            "relative_peak": outcome["peak"] / resident["peak"],
+                            "is_equal": outcome["digest"] == resident["digest"],
+                            "relative_time": outcome["seconds"] / resident["seconds"],
                         }
                     )
                     print(rows[-1], file=sys.stderr)
     lines = [
         (
-            f"{row['model']}, {row['parameters'] / 1e9:.2f} B", row["batches"], row["stages"],
+            f"{row['model']}, {row['parameters'] / 1e9:.2f} B parameters", row["batches"], row["parts"],
             f"{row['peak'] / _MIB:,.0f} MiB", f"{row['relative_peak']:.0%}", f"{row['estimate'] / _MIB:,.0f} MiB",
-            row["tensors"] if row["is_equal"] else "DIFFERENT",
+            f"{row['tensors']} of {row['tensors']}" if row["is_equal"] else "DIFFERENT",
         )
         for row in rows
     ]  # fmt: skip
     columns = (
         "model",
         "batches of two sequences",
-        "stages",
+        "parts",
         "peak memory",
-        "relative to one stage",
+        "relative to one part",
         "estimate",
-        "bit-identical tensors",
+        "bit-identical results",
     )
-    title = "Reference of `verify --run`, split into stages; bfloat16 as stored"
-    publish(arguments.results, "layerwise_reference", {"rows": rows}, [table(title, columns, lines)])
+    title = "Reference of `verify --run`, in parts; bfloat16 as stored"
+    publish(arguments.results, "reference_parts", {"rows": rows}, [table(title, columns, lines)])
 
 
 if __name__ == "__main__":
