@@ -71,7 +71,7 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
-def resource_error(error: BaseException) -> EnvironmentProblem | None:
+def find_environment_problem(error: BaseException) -> EnvironmentProblem | None:
     """Return the error for an exception that the environment causes; None for other exceptions.
 
     These are limits of the system, too many open files or threads, and a current directory that was removed.

@@ -14,7 +14,7 @@ import click
 from ckptx.cli.command import SectionedGroup, name_of_call
 from ckptx.cli.signals import install_handlers
 from ckptx.cli.streams import prepare_streams, print_error
-from ckptx.errors import Terminated, exit_code_of, resource_error
+from ckptx.errors import Terminated, exit_code_of, find_environment_problem
 from ckptx.options.commands import COMMANDS, GROUPS, commands_by_name, tables_of, unknown_option_error
 from ckptx.options.output import GlobalOptions
 from ckptx.version import __version__
@@ -125,7 +125,7 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     except Terminated as termination:
         code = exit_code_of(termination)
     except Exception as error:  # raised outside `Output.run`, which reports the others
-        problem = resource_error(error)
+        problem = find_environment_problem(error)
         print_error(str(problem or f"internal error: {type(error).__name__}: {error}; please report it"))
         code = exit_code_of(problem or error)
     sys.exit(code if isinstance(code, int) else 0)

@@ -22,7 +22,7 @@ from ckptx.errors import (
     Terminated,
     UnsupportedError,
     exit_code_of,
-    resource_error,
+    find_environment_problem,
 )
 from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.processes.rendezvous import is_first_rank
@@ -112,7 +112,7 @@ class Output:
             )
             exception, message = error, f"interrupted{advice}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
-            exception = resource_error(error) or error
+            exception = find_environment_problem(error) or error
             internal = f"internal error: {type(error).__name__}: {error}; please report it"
             message = internal if exception is error else str(exception)
             self._trace(error)

@@ -25,7 +25,7 @@ from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
-from ckptx.processes.threads import thread_errors
+from ckptx.processes.threads import run_threads
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
 from ckptx.storage.interface import SourceFiles
@@ -269,21 +269,7 @@ class _Comparison:
                 self.bytes_read += sum(reader.bytes_read for reader in readers)
                 self.records_without_crc += sum(reader.records_without_crc for reader in readers)
 
-        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(workers)]
-        try:
-            with thread_errors():
-                for thread in threads:
-                    thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.1)
-                    on_progress(sum(compared_nbytes), total)
-        except BaseException as error:  # stop the threads first, then re-raise
-            self._errors.append(error)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            raise
+        run_threads(work, workers, stop=queue.clear, on_wait=lambda: on_progress(sum(compared_nbytes), total))
         if self._errors:
             raise self._errors[0]
         return [self._rows[index] for index in sorted(self._rows)]

@@ -139,7 +139,7 @@ def _read_recorded_plan(path: Path) -> Mapping[str, Any]:
     manifest = read_manifest(LocalSource(path.parent), notes)
     plan = None if manifest is None else manifest.layout.tp_plan
     if plan is None:
-        reason = notes[0] if notes else "has no tensor-parallel rules of a user"
+        reason = notes[0] if notes else "records no tensor-parallel rules"
         raise UsageError(f"--tp-plan: {path}: {reason}; pass a file with rules")
     return plan
 

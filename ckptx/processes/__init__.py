@@ -4,6 +4,7 @@
     launch         ranks of `verify --run`: each is a whole command, with its own report, exit code and stderr
     peers          starts nothing: conversions that torchrun started write one output together
     worker         pipe, call, answer, error and end of a process, for forks and for the ranks of `robustness`
+    threads        start threads, run a function in several, and wait for them
     rendezvous     the environment variables and the store of the ranks, whether torchrun or ckptx starts them
     peak_memory    peak memory of this process and its children
 

@@ -206,12 +206,15 @@ class PeerProcesses:
         self._is_waiting_logged = True
         if missing and self._is_connected:
             _logger.warning(
-                "rank %d: waiting %.0f s for %s %s to join", self.rank, waited,
-                "rank" if len(missing) == 1 else "ranks", ", ".join(map(str, missing)),
+                "rank %d: still waiting for %s %s to join after %.0f s", self.rank,
+                "rank" if len(missing) == 1 else "ranks", ", ".join(map(str, missing)), waited,
             )  # fmt: skip
         elif not self._is_connected:
             _logger.warning(
-                "rank %d: waiting %.0f s for %s, the store of the processes", self.rank, waited, self._address
+                "rank %d: still waiting for %s, the store of the processes, after %.0f s",
+                self.rank,
+                self._address,
+                waited,
             )
 
     def _check_connection(self) -> None:

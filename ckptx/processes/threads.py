@@ -1,4 +1,8 @@
-"""Threads beside the threads and forks of the calling program: start errors, the switch interval, cached values."""
+"""Run threads in a program that has threads and forks of its own.
+
+A thread that the system cannot start is an error with advice, the switch interval of the interpreter is restored, and
+properties are computed without locks that a forked process would inherit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, overload
 
-from ckptx.errors import resource_error
+from ckptx.errors import find_environment_problem
 
 T = TypeVar("T")
 
@@ -23,10 +27,41 @@ def thread_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        problem = resource_error(error)
+        problem = find_environment_problem(error)
         if problem is None:
             raise
         raise problem from error
+
+
+def run_threads(
+    work: Callable[[int], None], count: int, *, stop: Callable[[], None], on_wait: Callable[[], None] = lambda: None
+) -> None:
+    """Run a function in threads, and return when all of them have ended.
+
+    Args:
+        work: Called with the number of the thread, from 0; it stores its own errors.
+        count: Number of threads.
+        stop: Makes `work` return soon. It is called if a thread cannot start, or `on_wait` raises an exception.
+        on_wait: Called ten times per second while threads run.
+
+    Raises:
+        EnvironmentProblem: The system cannot start another thread.
+    """
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+    try:
+        with thread_errors():
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                on_wait()
+    except BaseException:  # the threads end first, and it is raised again
+        stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
 
 
 class _SwitchInterval:

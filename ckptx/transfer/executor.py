@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import OutputError
-from ckptx.processes.threads import short_switch_interval, thread_errors
+from ckptx.processes.threads import run_threads, short_switch_interval
 from ckptx.storage.interface import OutputFile, OutputTree, SourceFiles
 from ckptx.transfer import digest
 from ckptx.transfer.digest import TreeDigest, tree_digest
@@ -170,22 +170,12 @@ class CopyExecution:
             for index in self.files:
                 name, nbytes = self.plan.files[index].name, self.plan.files[index].nbytes
                 self.target_files[index] = self.tree.open_output(name, nbytes, keep=self.resumed)
-            threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(self.workers)]
-            try:
-                with thread_errors():
-                    for thread in threads:
-                        thread.start()
-                for thread in threads:
-                    while thread.is_alive():
-                        thread.join(0.1)
-                        on_progress(sum(self.bytes_written))
+
+            def report_progress() -> None:
                 on_progress(sum(self.bytes_written))
-            except BaseException:  # stop the workers first, then re-raise
-                self.stop_event.set()
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
-                raise
+
+            run_threads(self._work, self.workers, stop=self.stop_event.set, on_wait=report_progress)
+            report_progress()
             if self.errors:
                 raise self.errors[0]
             self._digest_files()
@@ -226,15 +216,7 @@ class CopyExecution:
             if actual != nbytes:
                 raise self._size_error(index, actual)
             undigested += [(index, *each) for each in self.file_digests[index].find_undigested_leaves(nbytes)]
-        readers = [
-            threading.Thread(target=self._digest_rest, args=(undigested,), daemon=True)
-            for _ in range(min(self.workers, len(undigested)))
-        ]
-        with thread_errors():
-            for reader in readers:
-                reader.start()
-        for reader in readers:
-            reader.join()
+        run_threads(lambda _: self._digest_rest(undigested), min(self.workers, len(undigested)), stop=undigested.clear)
         if self.errors:
             raise self.errors[0]
         for index in self.files:

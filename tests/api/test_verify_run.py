@@ -177,9 +177,7 @@ def test_given_rules_take_precedence_and_a_manifest_without_rules_is_refused(
     plan = str(resharded / "plan.json")
     given = CompareRunOptions(resharded / "hf", resharded / "own", run=True, tp=2, tp_plan=plan)
     assert running._with_recorded_layout(given, resharded / "own", Log()).tp_plan == plan
-    with pytest.raises(
-        UsageError, match=r"--tp-plan: .*ckptx\.json: has no tensor-parallel rules of a user; pass a file"
-    ):
+    with pytest.raises(UsageError, match=r"--tp-plan: .*ckptx\.json: records no tensor-parallel rules; pass a file"):
         read_plan(str(resharded / "even" / "ckptx.json"))
     (resharded / "own" / "copy").mkdir()
     (resharded / "own" / "copy" / "ckptx.json").write_text("{}")

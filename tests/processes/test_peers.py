@@ -316,7 +316,7 @@ def test_a_rank_that_does_not_join(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         "rank 1: did not join within 1 s; check that it was started with the same command, or pass a larger --timeout"
     )
     assert str(found) == words
-    assert [each.getMessage() for each in caplog.records] == ["rank 0: waiting 0 s for ranks 1, 2 to join"]
+    assert [each.getMessage() for each in caplog.records] == ["rank 0: still waiting for ranks 1, 2 to join after 0 s"]
 
 
 def test_a_store_that_does_not_come_is_logged(
@@ -332,7 +332,7 @@ def test_a_store_that_does_not_come_is_logged(
     with pytest.raises(EnvironmentProblem, match="rank 1: has no connection to nowhere"):
         here.receive(0, "word")
     (record,) = caplog.records
-    assert record.getMessage() == "rank 1: waiting 0 s for nowhere, the store of the processes"
+    assert record.getMessage() == "rank 1: still waiting for nowhere, the store of the processes, after 0 s"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
