@@ -165,15 +165,7 @@ def publish(
             for rank in range(1, processes.world_size):
                 result.add(CopyResult(**processes.receive(rank, "outcome")))
         job.validate_result(result)
-        require_unchanged(
-            identities,
-            job.plan,
-            result.digests,
-            files,
-            job.opened_catalog,
-            job.are_source_decisions_unchanged,
-            max_memory,
-        )
+        _require_unchanged_source(job, result, files, identities, max_memory)
         expected = staging.output.describe_expected({file.name: file.nbytes for file in job.plan.files})
         _logger.info("copied: %d bytes read, %d written", result.bytes_read, result.bytes_written)
         _check_staged_files(job, result, staging, expected)
@@ -189,6 +181,20 @@ def publish(
     if processes is not None:
         processes.send("published", True)
     return result
+
+
+def _require_unchanged_source(
+    job: Job, result: CopyResult, files: SourceFiles, identities: FileIdentities, max_memory: int
+) -> None:
+    require_unchanged(
+        identities,
+        job.plan,
+        result.digests,
+        files,
+        job.opened_catalog,
+        job.are_source_decisions_unchanged,
+        max_memory,
+    )
 
 
 def _leftover_path(staging: Publisher) -> str:
@@ -255,15 +261,7 @@ def _write_share(
             on_progress=_add_peer_checks(on_progress, processes),
             groups=_assign_groups(job.plan, processes),
         )
-        require_unchanged(
-            identities,
-            job.plan,
-            result.digests,
-            files,
-            job.opened_catalog,
-            job.are_source_decisions_unchanged,
-            max_memory,
-        )
+        _require_unchanged_source(job, result, files, identities, max_memory)
         tree.fsync_tracked()  # rank 0 may be on another node
         written_names = set(result.file_digests)
         processes.send("outcome", asdict(result))
@@ -369,9 +367,7 @@ def _find_existing_result(
     if result is None:
         return None
     job.validate_result(result)
-    require_unchanged(
-        identities, job.plan, result.digests, files, job.opened_catalog, job.are_source_decisions_unchanged, max_memory
-    )
+    _require_unchanged_source(job, result, files, identities, max_memory)
     rows, sidecars = (
         {name: row._asdict() for name, row in each.items()} for each in (manifest.files, manifest.sidecars)
     )

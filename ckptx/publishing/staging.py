@@ -323,8 +323,8 @@ class Staging:
             os.fsync(self._parent.descriptor)
         except OSError as error:
             raise OutputError(
-                f"{self.target}: is complete, but its directory could not be synced to disk: {error.strerror}; check "
-                "that it still exists after a power failure"
+                f"{self.target}: is complete, but its directory could not be checked and synced to disk: "
+                f"{error.strerror}; check that it still exists after a power failure"
             ) from error
         self.discard()
 

@@ -1,4 +1,4 @@
-"""Limits of the system: each ends a command with an exit code of its own, and nothing is left behind."""
+"""Limits of the system: each ends a command with its own exit code, and no staging directory remains."""
 
 from __future__ import annotations
 
