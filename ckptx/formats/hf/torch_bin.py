@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -59,7 +59,12 @@ def _open_files(source: Source, names: Sequence[str]) -> Catalog:
         for name in names:
             identity = files.identity(name)
             catalog.files[name], catalog.identities[name] = identity.nbytes, identity
-            for entry in _open_file(files, name, catalog if len(names) == 1 else None):
+            contents = _open_file(files, name, is_single=len(names) == 1)
+            if contents.is_nested:
+                catalog.format = TORCH_SAVE.name
+            if contents.ignored:
+                catalog.notes.append(_ignored_note(name, contents.ignored))
+            for entry in contents.entries:
                 if entry.name in entries:
                     raise InputError(
                         f'{source.location / name}: tensor "{entry.name}" is also in '
@@ -71,8 +76,38 @@ def _open_files(source: Source, names: Sequence[str]) -> Catalog:
     return catalog
 
 
-def _open_file(files: SourceFiles, name: str, catalog: Catalog | None) -> list[TensorEntry]:
-    """Return the tensors of a file; note in `catalog` if it holds nested dicts, which only a single file may (None)."""
+class _FileContents(NamedTuple):
+    """Contents of one file.
+
+    Attributes:
+        entries: The tensors.
+        is_nested: True if they are in nested dicts.
+        ignored: Dotted names of values other than tensors, which only nested dicts may have.
+    """
+
+    entries: list[TensorEntry]
+    is_nested: bool
+    ignored: list[str]
+
+
+def _ignored_note(name: str, ignored: list[str]) -> str:
+    parents = list(dict.fromkeys(".".join(each.split(".")[:2]) for each in ignored))
+    listed = ", ".join(map(repr, parents[:_MAX_LISTED])) + (", ..." if len(parents) > _MAX_LISTED else "")
+    return f"{name}: {counted(len(ignored), 'value')} other than tensors ignored, in {listed}"
+
+
+def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileContents:
+    """Return the contents of a file.
+
+    Args:
+        files: Files of the directory.
+        name: Name of the file.
+        is_single: True if it is the only file of the checkpoint, which may hold nested dicts.
+
+    Raises:
+        InputError: The file is damaged, or two tensors have the same dotted name.
+        UnsupportedError: It contains more than named dense tensors.
+    """
     where = f"{files.root / name}"
     archive = open_archive(partial(files.read, name), 0, files.size(name), where)
     if not isinstance(archive.tree, dict):
@@ -81,13 +116,10 @@ def _open_file(files: SourceFiles, name: str, catalog: Catalog | None) -> list[T
             "state_dict()"
         )
     tree = archive.tree
-    if catalog is not None and any(_is_nested(value) and _has_tensor(value) for value in tree.values()):
+    ignored: list[str] = []
+    is_nested = is_single and any(_is_nested(value) and _has_tensor(value) for value in tree.values())
+    if is_nested:
         tree, ignored = _flatten(tree, where)
-        catalog.format = TORCH_SAVE.name
-        if ignored:
-            parents = list(dict.fromkeys(".".join(each.split(".")[:2]) for each in ignored))
-            listed = ", ".join(map(repr, parents[:_MAX_LISTED])) + (", ..." if len(parents) > _MAX_LISTED else "")
-            catalog.notes.append(f"{name}: {counted(len(ignored), 'value')} other than tensors ignored, in {listed}")
     entries = []
     for key, value in tree.items():
         if not isinstance(value, TensorRef | UnsupportedObject) or type(key) is not str or not is_utf8(key):
@@ -105,7 +137,7 @@ def _open_file(files: SourceFiles, name: str, catalog: Catalog | None) -> list[T
             shape = (*shape[:-1], shape[-1] * dtype.pack)
         chunk = Chunk(full_region(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
         entries.append(TensorEntry(key, dtype, shape, (chunk,)))
-    return entries
+    return _FileContents(entries, is_nested, ignored)
 
 
 def _is_nested(value: object) -> bool:
