@@ -30,101 +30,14 @@ from ckptx.mapping.name_index import fill_pattern, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
+from ckptx.model_view.config_match import NO_TENSOR, ConfigMatch, Mismatch
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.untrusted.limits import INDEX_IN_NAME
-from ckptx.wording import counted, first_of
+from ckptx.wording import counted
 
 _U8 = DTYPES_BY_NAME["U8"]
 _LEGACY_LAYER_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
 _MAX_LISTED = 1000  # missing tensors in a report
-_MAX_LISTED_EXTRAS = 3  # names per reason
-_NO_TENSOR = "no tensor of this name"
-
-
-class Mismatch(NamedTuple):
-    """Tensor or layer that does not match the config.
-
-    Attributes:
-        name: Name in the checkpoint, or in the model if it is missing.
-        found: State in the checkpoint.
-        needed: State that the config requires.
-    """
-
-    name: str
-    found: str
-    needed: str
-
-    def description(self) -> str:
-        """Return the mismatch as part of a sentence."""
-        if self.needed == _NO_TENSOR:
-            return f'"{self.name}" {self.found}'
-        return f'"{self.name}": expected {self.needed}, found {self.found}'
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigMatch:
-    """Result of a check.
-
-    Attributes:
-        checked: "names and shapes", "layers" or "nothing".
-        mismatches: Mismatches in the order of model names; at most 1000 missing tensors, as a config can require any
-            number.
-        unchecked: Number of model tensors whose expected shape is unknown.
-        is_truncated: True if more tensors are missing than `mismatches` lists.
-        extras: Tensors that the class does not have, by name.
-    """
-
-    checked: str
-    mismatches: tuple[Mismatch, ...] = ()
-    unchecked: int = 0
-    is_truncated: bool = False
-    extras: Mapping[str, ExtraTensor] = field(default_factory=dict)
-
-    @property
-    def note(self) -> str | None:
-        """Return a note for the report if not everything was checked; None if it was."""
-        if self.checked == "nothing":
-            return "names and shapes not checked: unknown for this class and config"
-        if self.checked == "layers":
-            return "shapes not checked: unknown for this class and config; layers were counted"
-        return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the `config_check` entry of the report."""
-        mismatches = [each._asdict() for each in self.mismatches]
-        return {
-            "checked": self.checked,
-            "unchecked": self.unchecked,
-            "note": self.note,
-            "mismatches": mismatches,
-            "is_truncated": self.is_truncated,
-            "extra_tensors": [
-                {"reason": reason, "tensors": len(names), "names": names[:_MAX_LISTED_EXTRAS]}
-                for reason, names in self._allowed_extras().items()
-            ],
-        }
-
-    def _allowed_extras(self, *, skip_computed: bool = False) -> dict[str, list[str]]:
-        """Return the extra tensors that are allowed, by reason."""
-        by_reason: dict[str, list[str]] = {}
-        for name, extra in self.extras.items():
-            if extra.reason and not (skip_computed and extra.is_computed):
-                by_reason.setdefault(extra.reason, []).append(name)
-        return by_reason
-
-    def extra_notes(self, class_name: str) -> list[str]:
-        """Return one line for each kind of extra tensor, except those that the class computes."""
-        return [
-            f"{counted(len(names), 'tensor')} unknown to {class_name}, passed through: {first_of(names)} ({reason})"
-            for reason, names in self._allowed_extras(skip_computed=True).items()
-        ]
-
-    def summary(self, subject: str) -> str:
-        """Return one line with the first three mismatches."""
-        first = "; ".join(each.description() for each in self.mismatches[:3])
-        over = "over " * self.is_truncated
-        more = f"; and {over}{len(self.mismatches) - 3:,} more" if len(self.mismatches) > 3 else ""
-        return f"{subject}: does not match its config: {first}{more}"
 
 
 def match_config(view: ModelView) -> ConfigMatch:
@@ -218,7 +131,7 @@ def _foreign_tensors(
     """Yield the tensors in modules of the class that neither the class nor any rule for extra tensors knows."""
     for name, extra in extras.items():
         if not extra.reason and name not in surplus_layers:
-            yield Mismatch(name, f"is in {extra.module}, where {class_name} has no such tensor", _NO_TENSOR)
+            yield Mismatch(name, f"is in {extra.module}, where {class_name} has no such tensor", NO_TENSOR)
 
 
 def _surplus_mismatches(
@@ -407,7 +320,7 @@ class _ConfigMatcher:
         keys = ", ".join(dict.fromkeys(self.expected.absent_patterns[pattern] for pattern in patterns))
         class_name = self.architecture.class_name
         return Mismatch(
-            name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", _NO_TENSOR
+            name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", NO_TENSOR
         )
 
     def _start_run(self, conversion: Conversion, shared_indices: tuple[int, ...]) -> _ConversionRun:

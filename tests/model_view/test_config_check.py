@@ -22,7 +22,8 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
-from ckptx.model_view.config_check import ConfigMatch, match_config
+from ckptx.model_view.config_check import match_config
+from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.view import view_model
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 from tests.support.models import EVERY, RECIPES

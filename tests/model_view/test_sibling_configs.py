@@ -18,7 +18,8 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
-from ckptx.model_view.config_check import ConfigMatch, match_config
+from ckptx.model_view.config_check import match_config
+from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.view import view_model
 
 # Equal sizes, so that only names tell the classes from each other.

@@ -11,7 +11,8 @@ from ckptx.catalog.entry import BytesEntry
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
-from ckptx.model_view.config_check import ConfigMatch, match_config
+from ckptx.model_view.config_check import match_config
+from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
 from ckptx.model_view.view import (
     ModelView,
