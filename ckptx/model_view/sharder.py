@@ -17,8 +17,7 @@ from ckptx.architecture.fused import compositions_of_unknown
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
-from ckptx.errors import InputError, UsageError
-from ckptx.formats.manifest_file import read_manifest
+from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, shard_tensor, tp_regions
@@ -30,7 +29,6 @@ from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.files import read_small
-from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_PLAN_BYTES
 
@@ -135,12 +133,14 @@ def read_plan(path: str) -> Mapping[str, Any]:
 
 
 def _read_recorded_plan(path: Path) -> Mapping[str, Any]:
-    notes: list[str] = []
-    manifest = read_manifest(LocalSource(path.parent), notes)
-    plan = None if manifest is None else manifest.layout.tp_plan
+    from ckptx.catalog.manifest_parser import read_manifest  # not needed for other conversions
+
+    try:
+        plan = read_manifest(path).layout.tp_plan
+    except (InputError, UnsupportedError) as error:
+        raise UsageError(f"--tp-plan: {error}") from error
     if plan is None:
-        reason = notes[0] if notes else "records no tensor-parallel rules"
-        raise UsageError(f"--tp-plan: {path}: {reason}; pass a file with rules")
+        raise UsageError(f"--tp-plan: {path}: records no tensor-parallel rules; pass a file with rules")
     return plan
 
 

@@ -179,6 +179,9 @@ def test_given_rules_take_precedence_and_a_manifest_without_rules_is_refused(
     assert running._with_recorded_layout(given, resharded / "own", Log()).tp_plan == plan
     with pytest.raises(UsageError, match=r"--tp-plan: .*ckptx\.json: records no tensor-parallel rules; pass a file"):
         read_plan(str(resharded / "even" / "ckptx.json"))
+    (resharded / "own" / "directory" / "ckptx.json").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"^--tp-plan: \S+ckptx\.json: expected a regular file, found a directory"):
+        read_plan(str(resharded / "own" / "directory" / "ckptx.json"))
     (resharded / "own" / "copy").mkdir()
     (resharded / "own" / "copy" / "ckptx.json").write_text("{}")
     with pytest.raises(UsageError, match=r"--tp-plan: .*not a valid manifest"):
