@@ -24,7 +24,7 @@ _MAX_PER_HASH = 16
 
 
 class HashFlood(ValueError):
-    """Too many tuples share a hash; this is deliberate, because by chance no two of a billion tuples do."""
+    """Too many tuples share a hash; this is deliberate, because by chance hardly two of a billion tuples do."""
 
 
 class UniqueTuples(Generic[T]):
@@ -37,7 +37,7 @@ class UniqueTuples(Generic[T]):
         self._count_by_hash: dict[int, int] = {}
 
     def get(self, value: T) -> T | None:
-        """Return the stored value that equals `value`, or None; it must be a tuple of numbers, or a tuple of those."""
+        """Return the stored value that equals `value`, a tuple of numbers or of such tuples; None if there is none."""
         return self._values.get((SALT, value))
 
     def add(self, value: T) -> T:
@@ -63,7 +63,7 @@ def salted_key(value: T) -> tuple[int, T]:
 
 
 def packed_key(ndim: int, *tuples: Iterable[int]) -> bytes:
-    """Return a dict key for tuples of `ndim` numbers of at most 64 bits each."""
+    """Return a dict key for tuples of `ndim` nonnegative integers of at most 64 bits each."""
     return array("Q", chain((ndim,), *tuples)).tobytes()
 
 

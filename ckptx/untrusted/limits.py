@@ -33,9 +33,9 @@ MAX_CACHED_NAMES = 1 << 18  # in all cached directory listings together
 MAX_WORKERS = 1 << 10
 MAX_MEMORY_BYTES = 1 << 50
 MAX_LAYERS = 1 << 16
-# An index in a name: a component of only digits, between dots or the ends of the name. The lookbehind is at the first
-# digit, because searching for a digit is faster than searching for a position after a dot. Indices of module lists have
-# no leading zero: "01" is another name than "1".
+# An index in a name: a component of at most nine digits, between dots or the ends of the name. The lookbehind is at the
+# first digit, because searching for a digit is faster than searching for a position after a dot. Indices of module
+# lists have no leading zero: "01" is another name than "1".
 INDEX_IN_NAME = re.compile(r"[0-9](?<![^.][0-9])(?:(?<!0)[0-9]{0,8})?(?![^.])")
 
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 _ACTIVE_CHARACTERS = (
     "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
 )
-_IN_LINE = re.compile(f"[\x00-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
-_IN_TEXT = re.compile(f"[\x00-\x09\x0b-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
+_ESCAPED_IN_LINE = re.compile(f"[\x00-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
+_ESCAPED_IN_TEXT = re.compile(f"[\x00-\x09\x0b-\x1f\x7f-\x9f{_ACTIVE_CHARACTERS}]")
 
 _MAX_LINE_LENGTH = 4000  # a header of 100 MB can be a single name
 
@@ -30,7 +30,7 @@ def one_line(text: str, max_length: int = _MAX_LINE_LENGTH) -> str:
 
     `max_length` is the approximate length of the result in characters; 0 means no limit.
     """
-    line = _IN_LINE.sub(_escape_match, text)
+    line = _ESCAPED_IN_LINE.sub(_escape_match, text)
     if not max_length or len(line) <= max_length:
         return line
     half = max_length // 2
@@ -39,20 +39,26 @@ def one_line(text: str, max_length: int = _MAX_LINE_LENGTH) -> str:
 
 def escape_lines(text: str) -> str:
     """Escape active characters but keep newlines, for a text that was composed of `one_line` names."""
-    return _IN_TEXT.sub(_escape_match, text)
+    return _ESCAPED_IN_TEXT.sub(_escape_match, text)
 
 
 def escape_strings(value: T, max_length: int = _MAX_LINE_LENGTH) -> T:
     """Return a value with `one_line` applied to every string in it: in lists, tuples, dicts and dataclasses.
 
-    Lines that are composed of the fields of a report then cannot be broken by names with newlines.
+    Lines that are composed of the fields of a report then cannot be broken by names with newlines. If two keys of a
+    dict become equal, a number is appended to the later one.
     """
     result: Any = value
     if isinstance(value, str):
         result = one_line(value, max_length)
     elif isinstance(value, dict):
-        changed = {escape_strings(key, max_length): escape_strings(item, max_length) for key, item in value.items()}
-        result = changed if len(changed) == len(value) else value | changed
+        result = {}
+        for key, item in value.items():
+            escaped_key = unique_key = escape_strings(key, max_length)
+            number = 2
+            while unique_key in result:
+                unique_key, number = f"{escaped_key} ({number})", number + 1
+            result[unique_key] = escape_strings(item, max_length)
     elif isinstance(value, list):
         result = [escape_strings(each, max_length) for each in value]
     elif isinstance(value, tuple):

@@ -24,7 +24,7 @@ def refuse_remote(*names: str | os.PathLike[str] | None) -> None:
 
     Args:
         names: Paths as the caller gave them; None stands for a path that was not given. A `pathlib.Path` has lost one
-            of the two slashes, so `s3:/bucket/x` is refused as well, unless such a local path exists.
+            of the two slashes, so `s3:/bucket/x` is refused as well if the scheme is known and no such path exists.
 
     Raises:
         UnsupportedError: A name is a URL.

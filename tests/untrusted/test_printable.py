@@ -61,6 +61,13 @@ def test_a_report_is_cleaned_through_and_through() -> None:
     assert escape_strings(spoiled) == {"a\\n": ["\\x1b[2J", ("\\u202e", 3)], "b": {"c": None}}
 
 
+@given(st.lists(st.sampled_from(["a\n", "a\\n", "a\\n (2)", "\x07", "\\x07", "\\x07 (2)", "b"]), unique=True))
+def test_names_that_become_equal_stay_apart_and_escaped(names: list[str]) -> None:
+    found = escape_strings({name: [name] for name in names})
+    assert [item for (item,) in found.values()] == [one_line(name) for name in names]
+    assert not any(is_active(character) for key in found for character in key)
+
+
 NAMES = [
     "w\x1b[31mred",
     "w\r\nerror: no",
