@@ -24,9 +24,8 @@ from ckptx.untrusted.file_name import find_conflicting_name, find_name_fault
 from ckptx.untrusted.printable import one_line
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = (
-    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # non-blocking, because opening a pipe waits for its other end
+# Non-blocking, because opening a pipe waits for its other end.
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Errors of opening a name that is not a file or directory as expected.
 _UNEXPECTED_KIND_ERRNOS = {errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EEXIST}
 
@@ -37,14 +36,15 @@ def split_name(name: str) -> tuple[str, ...]:
     """Return the components of the name of an output file, directories first.
 
     Raises:
-        InputError: It is empty or absolute, contains "..", or cannot be encoded. Such a name comes from the input.
+        InputError: It is empty or absolute, ends with "/", contains ".." or a null byte, or cannot be encoded. Such a
+            name comes from the input.
     """
     try:
-        is_text = b"\0" not in os.fsencode(name)
+        is_valid = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
-        is_text = False
+        is_valid = False
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
-    if not parts or not is_text or name[0] == "/" or name[-1] == "/" or ".." in parts:
+    if not parts or not is_valid or name[0] == "/" or name[-1] == "/" or ".." in parts:
         raise InputError(f'file name "{one_line(name)}" leads out of the output directory; refused')
     return parts
 
@@ -104,11 +104,27 @@ class DirectoryHandle:
         path = self.path / name
         try:
             if create:
-                with suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=self.descriptor)
+                self._create_directory(name)
             return DirectoryHandle(path, os.open(name, _DIRECTORY_FLAGS, dir_fd=self.descriptor))
         except OSError as error:
             raise open_error(path, error) from error
+
+    def _create_directory(self, name: str) -> None:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=self.descriptor)
+        except (PermissionError, FileNotFoundError) as error:
+            # In /proc, where nobody can create a directory, the system reports a missing directory.
+            if isinstance(error, FileNotFoundError) and not self._is_at_path():
+                raise
+            raise OutputError(f"{self.path / name}: cannot be created: {error.strerror}; choose another DST") from error
+
+    def _is_at_path(self) -> bool:
+        """Return True unless the directory was removed or replaced since it was opened."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except OSError:
+            return False
 
     def __enter__(self) -> DirectoryHandle:
         return self
@@ -236,7 +252,11 @@ class DirectoryHandle:
             raise
 
     def read(self, name: str, limit: int = 1 << 20) -> bytes | None:
-        """Return the first `limit` bytes of a file, or None if it does not exist."""
+        """Return the first `limit` bytes of a file, or None if it does not exist.
+
+        Raises:
+            OutputError: It cannot be read, or is not a regular file.
+        """
         try:
             with self.open_file(name) as file:
                 return file.read(min(limit, file.size), 0)
@@ -411,20 +431,20 @@ class DirectoryHandle:
 
     def _changed_error(self, name: str, problem: str) -> OutputError:
         return OutputError(
-            f"{self.path}/{one_line(name)}: {problem}; another process is using the staging directory, nothing was "
-            "published, run again"
+            f"{self.path}/{one_line(name)}: {problem}; another process is using the staging directory, no output was "
+            "created, run again"
         )
 
 
 def open_error(path: Path, error: OSError) -> CkptxError:
-    """Return the error for a file or directory that could not be opened or created in a staging directory."""
+    """Return the error for a file or directory that could not be opened or created in an output."""
     if error.errno in _UNEXPECTED_KIND_ERRNOS:
         return OutputError(
             f"{path}: cannot be opened: {error.strerror}; ckptx did not write it, remove it and run again"
         )
     if error.errno == errno.ENOENT:
         return OutputError(
-            f"{path}: cannot be opened: {error.strerror}; its directory was removed, nothing was published, run again"
+            f"{path}: cannot be opened: {error.strerror}; its directory was removed, no output was created, run again"
         )
     return write_error(path, error)
 

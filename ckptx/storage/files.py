@@ -38,11 +38,21 @@ def resolve_inside(root: _Location, name: str) -> _Location:
     """Return the path of `name` in `root`.
 
     Raises:
-        InputError: `name` is absolute or contains ".."; a checkpoint must not refer to other files.
+        InputError: `name` is empty or absolute, or contains "..", a backslash or a null character; a checkpoint must
+            not refer to files outside it.
     """
     pure = PurePosixPath(name)
-    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
-        raise InputError(f'{root}: file name "{name}" leads out of the checkpoint directory; refused')
+    fault = None
+    if not name:
+        fault = "is empty"
+    elif "\0" in name:
+        fault = "contains a null character"
+    elif "\\" in name:
+        fault = "contains a backslash"
+    elif pure.is_absolute() or ".." in pure.parts:
+        fault = "leads out of the checkpoint directory"
+    if fault is not None:
+        raise InputError(f'{root}: file name "{name}" {fault}; refused')
     return cast("_Location", root / str(pure))  # joining a name keeps the type of the location
 
 
@@ -80,16 +90,22 @@ class LocalFileIdentity(NamedTuple):
 
 
 def read_identities(root: Path, names: Iterable[str]) -> dict[str, LocalFileIdentity]:
-    """Return the identities of existing regular files, which reveal later changes if taken before reading."""
+    """Return the identity of each name that is a regular file or a link to one; other names are omitted.
+
+    Identities that are taken before a file is read reveal later changes.
+
+    Raises:
+        ReadError: A file is not accessible.
+    """
     identity_by_name: dict[str, LocalFileIdentity] = {}
     for name in names:
-        state = state_of(root / name)
-        if state is not None and stat.S_ISREG(state.st_mode):
-            identity_by_name[name] = LocalFileIdentity.from_stat(state)
+        status = read_status(root / name)
+        if status is not None and stat.S_ISREG(status.st_mode):
+            identity_by_name[name] = LocalFileIdentity.from_stat(status)
     return identity_by_name
 
 
-def state_of(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
+def read_status(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
     """Return the state of a file or directory, or None if nothing exists there.
 
     Args:
@@ -115,8 +131,8 @@ def is_regular_file(path: Path) -> bool:
     Raises:
         ReadError: It is not accessible.
     """
-    state = state_of(path)
-    return state is not None and stat.S_ISREG(state.st_mode)
+    status = read_status(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def changed_error(path: Location) -> InputError:
@@ -161,8 +177,8 @@ class FilePool:
         descriptor = self._descriptors.get(name)
         if descriptor is None:
             path = resolve_inside(self.root, name)
-            descriptor, state = open_with_state(path)
-            if name in self._expected and not LocalFileIdentity.from_stat(state).has_same_contents(
+            descriptor, status = open_with_status(path)
+            if name in self._expected and not LocalFileIdentity.from_stat(status).has_same_contents(
                 self._expected[name]
             ):
                 os.close(descriptor)
@@ -178,18 +194,22 @@ class FilePool:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        return self._state(name).st_size
+        return self._status(name).st_size
 
     def identity(self, name: str) -> LocalFileIdentity:
         """Return the identity of the file that is open as `name`."""
-        return LocalFileIdentity.from_stat(self._state(name))
+        return LocalFileIdentity.from_stat(self._status(name))
 
-    def _state(self, name: str) -> os.stat_result:
+    def _status(self, name: str) -> os.stat_result:
         descriptor = self.open_descriptor(name)
         try:
             return os.fstat(descriptor)
         except OSError as error:  # a server of the file system that is gone
             raise read_error(self.root / name, error) from error
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the name itself."""
+        return (name,)
 
     def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
@@ -232,12 +252,12 @@ def open_regular(path: Path) -> int:
     """Open a regular file, or a link to one, for reading, and return its descriptor.
 
     Raises:
-        CkptxError: See `open_with_state`.
+        CkptxError: See `open_with_status`.
     """
-    return open_with_state(path)[0]
+    return open_with_status(path)[0]
 
 
-def open_with_state(path: Path) -> tuple[int, os.stat_result]:
+def open_with_status(path: Path) -> tuple[int, os.stat_result]:
     """Open a regular file, or a link to one, for reading, and return its descriptor and its state.
 
     Raises:
@@ -249,23 +269,30 @@ def open_with_state(path: Path) -> tuple[int, os.stat_result]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-            raise _not_regular_error(path) from error
+            status = read_status(path)
+            raise _not_regular_error(path, 0 if status is None else status.st_mode) from error
         raise read_error(path, error) from error
     except ValueError as error:  # a null byte in the name
         raise InputError(f"{path}: not a valid file name: {error}") from error
     try:
-        state = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     except OSError as error:
         os.close(descriptor)
         raise read_error(path, error) from error
-    if not stat.S_ISREG(state.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise _not_regular_error(path)
-    return descriptor, state
+        raise _not_regular_error(path, status.st_mode)
+    return descriptor, status
 
 
-def _not_regular_error(path: Path) -> InputError:
-    return InputError(f"{path}: expected a regular file, found a directory, pipe, socket or device; pass another path")
+_KIND_NAMES = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+
+
+def _not_regular_error(path: Path, mode: int) -> InputError:
+    kind = next((name for is_kind, name in _KIND_NAMES if is_kind(mode)), "device")
+    return InputError(
+        f"{path}: expected a regular file, found a {kind}; replace it with the file, or pass another path"
+    )
 
 
 def read_head(path: Path, nbytes: int) -> bytes:
@@ -294,9 +321,9 @@ def read_small(path: Path, limit: int) -> bytes:
     Raises:
         InputError: The file is larger than `limit`; see also `open_regular`.
     """
-    descriptor, state = open_with_state(path)
+    descriptor, status = open_with_status(path)
     try:
-        size = state.st_size
+        size = status.st_size
         parts: list[bytes] = []
         remaining = limit + 1 if size <= limit else 0
         while remaining and (part := os.read(descriptor, min(remaining, max(size + 1, 1 << 16)))):
@@ -317,14 +344,14 @@ def refuse_large(path: Path, limit: int) -> None:
     Raises:
         InputError: The file is larger than `limit` bytes; see also `open_regular`.
     """
-    descriptor, state = open_with_state(path)
+    descriptor, status = open_with_status(path)
     os.close(descriptor)
-    if state.st_size > limit:
-        raise _too_large_error(path, state.st_size, limit)
+    if status.st_size > limit:
+        raise _too_large_error(path, status.st_size, limit)
 
 
 def _too_large_error(path: Path, nbytes: int, limit: int) -> InputError:
-    return InputError(f"{path}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
+    return InputError(f"{path}: has {nbytes} bytes, the limit is {limit}; restore the file from a copy")
 
 
 def read_size(path: Path) -> int:
@@ -352,6 +379,8 @@ def read_error(path: Path, error: OSError) -> CkptxError:
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
     # With `os.path`, because `Path` raises for a name that is too long.
     if os.path.islink(path) and not os.path.exists(path):
+        if error.errno == errno.ELOOP:
+            return InputError(f"{path}: symbolic link to {os.readlink(path)}, which leads back to it; replace the link")
         return InputError(f"{path}: symbolic link to {os.readlink(path)}, which does not exist; restore the target")
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file; the checkpoint is incomplete")
@@ -383,7 +412,8 @@ def lock_file(descriptor: int, path: Path) -> bool | None:
     """Lock a file for this process until it is closed.
 
     Returns:
-        False if another process has locked it; None if the file system does not support locks.
+        True if it is now locked; False if another process has locked it; None if the file system does not support
+        locks.
 
     Raises:
         OutputError: Locking failed for another reason; `path` is used for the message only.
@@ -424,7 +454,7 @@ def output_read_failures() -> Iterator[None]:
 
 def _output_error(path: Path, error: OSError, verb: str) -> CkptxError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(f"{path}: {error.strerror}; nothing was published, free some space and run again")
+        return SpaceError(f"{path}: {error.strerror}; no output was created, free some space and run again")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be {verb}: {error.strerror}; raise the limit (ulimit -n)")
     kind = OutputError if isinstance(error, PermissionError) else OutputFailure

@@ -113,6 +113,9 @@ class SourceFiles(Protocol):
     def identity(self, name: str) -> FileIdentity:
         """Return the identity of the file that is open as `name`; raises the errors of `size`."""
 
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the files in the storage that the contents of `name` come from: usually `name` alone."""
+
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
         """Fill buffers in order from `offset`, and return the number of bytes read.
 

@@ -57,6 +57,9 @@ class Listing:
 
         Args:
             name: A name in this directory, or a relative path. A subdirectory that cannot be listed counts as empty.
+
+        Raises:
+            StorageFailure: The storage failed.
         """
         first, _, rest = name.partition("/")
         kind = self._kinds.get(first)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptx.errors import InputError
 from ckptx.storage import files
-from ckptx.storage.files import FilePool, read_error, state_of
+from ckptx.storage.files import FilePool, read_error, read_status
 from ckptx.storage.interface import FileIdentity, Location, local_path
 from ckptx.storage.listing import EntryKind, Listing
 from ckptx.untrusted.limits import MAX_CACHED_NAMES, MAX_LISTED_NAMES
@@ -63,7 +63,7 @@ class LocalSource:
             InputError: It is not accessible.
         """
         kind = _link_target_kind(self._path)
-        return None if kind is EntryKind.BROKEN_LINK and state_of(self._path, follow_links=False) is None else kind
+        return None if kind is EntryKind.BROKEN_LINK and read_status(self._path, follow_links=False) is None else kind
 
     def listing(self) -> Listing:
         """Return the names in the directory.
@@ -136,7 +136,7 @@ def _list_kinds(path: Path) -> dict[str, EntryKind]:
                 kinds.append((entry.name, _entry_kind(entry)))
     except OSError as error:
         raise read_error(path, error) from error
-    kinds.sort(key=lambda row: row[0])
+    kinds.sort(key=lambda item: item[0])
     return dict(kinds)
 
 
@@ -149,8 +149,8 @@ def _entry_kind(entry: os.DirEntry[str]) -> EntryKind:
 
 
 def _link_target_kind(path: Path) -> EntryKind:
-    state = state_of(path)
-    return EntryKind.BROKEN_LINK if state is None else _kind_of_mode(state.st_mode)
+    status = read_status(path)
+    return EntryKind.BROKEN_LINK if status is None else _kind_of_mode(status.st_mode)
 
 
 def _kind_of_mode(mode: int) -> EntryKind:

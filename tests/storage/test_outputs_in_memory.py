@@ -118,7 +118,7 @@ def test_what_is_written_twice_or_removed_is_not_published(
         file = tree.location / "__0_0.distcp"
         file.write_bytes(file.read_bytes())
 
-    with pytest.raises(OutputError, match=r"__0_0\.distcp: was replaced; nothing was published"):
+    with pytest.raises(OutputError, match=r"__0_0\.distcp: was replaced; no output was created"):
         made(source, place / "out", MemoryPublisher, shorten)
     assert not (place / "out").exists()
 

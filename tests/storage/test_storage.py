@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,20 @@ def test_names_inside(tmp_path: Path, name: str) -> None:
     assert tmp_path in resolve_inside(tmp_path, name).parents
 
 
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "a\\b", "a\0b"])
-def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="leads out of the checkpoint directory"):
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(
+            (name, "leads out of the checkpoint directory")
+            for name in ("/etc/passwd", "..", "../a", "a/../../b", "a/..")
+        ),
+        ("", "is empty"),
+        ("a\\b", "contains a backslash"),
+        ("a\0b", "contains a null character"),
+    ],
+)
+def test_names_that_lead_out_are_refused(tmp_path: Path, name: str, fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
         resolve_inside(tmp_path, name)
 
 
@@ -82,12 +94,15 @@ def test_a_disk_that_fails_is_named(
 
 def test_missing_dangling_and_forbidden_files_read_differently(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "directory").mkdir()
     with FilePool(tmp_path) as files:
         with pytest.raises(InputError, match="missing: no such file"):
             files.open_descriptor("missing")
         with pytest.raises(InputError, match="link: symbolic link to gone, which does not exist"):
             files.open_descriptor("link")
+        with pytest.raises(InputError, match="loop: symbolic link to loop, which leads back to it"):
+            files.open_descriptor("loop")
         with pytest.raises(InputError, match="out of the checkpoint"):
             files.open_descriptor("../x")
     error = PermissionError(errno.EACCES, "Permission denied")
@@ -150,8 +165,14 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (Path.mkdir, "directory"), (os.mkfifo, "pipe"), (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "socket"),
+        (lambda path: path.symlink_to("/dev/zero"), "device"),
+    ],
+)  # fmt: skip
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None], kind: str) -> None:
     make(tmp_path / "shard")
-    with FilePool(tmp_path) as files, pytest.raises(InputError, match="expected a regular file"):
+    with FilePool(tmp_path) as files, pytest.raises(InputError, match=f"expected a regular file, found a {kind}; repl"):
         files.open_descriptor("shard")
