@@ -2,8 +2,8 @@
 
     fork           one call per forked process: forecasts and memory checks, whose memory is freed afterwards
     launch         ranks of `verify --run`: each is a whole command, with its own report, exit code and stderr
-    peers          starts nothing: conversions that torchrun started write one output together
-    worker         pipe, call, answer, error and end of a process, for forks and for the ranks of `robustness`
+    peers          communication of conversions that torchrun started, which write one output together
+    worker         a process that answers calls over a pipe, for forks and for the ranks of `robustness`
     threads        start threads, run a function in several, and wait for them
     rendezvous     the environment variables and the store of the ranks, whether torchrun or ckptx starts them
     peak_memory    peak memory of this process and its children

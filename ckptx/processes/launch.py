@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ _POLL_INTERVAL = 0.05  # seconds between two checks of the ranks
 _STDERR_TAIL_LENGTH = 2000  # characters of stderr in an error message
 
 
-def launch(options_json: str, world_size: int) -> dict[str, Any]:
+def launch(options_json: str, world_size: int, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run a command in `world_size` processes on this machine, with the same options for each.
 
     Args:
         options_json: Options as JSON from `ckptx.options.document.to_json`, which `ckptx.cli.rank` reads.
         world_size: Number of processes.
+        on_wait: Called twenty times per second while the processes run.
 
     Returns:
         Report of rank 0, as `--report` writes it; `exit` and `error` are those of the command.
@@ -56,7 +57,7 @@ def launch(options_json: str, world_size: int) -> dict[str, Any]:
             environment = os.environ | shared_variables | rank_variables(rank, world_size)
             with file.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
-        rank = _wait_for_ranks(processes)
+        rank = _wait_for_ranks(processes, on_wait)
         if report_path.is_file():
             report: dict[str, Any] = json.loads(report_path.read_text(encoding="utf-8"))
             return report
@@ -67,7 +68,7 @@ def launch(options_json: str, world_size: int) -> dict[str, Any]:
         )
 
 
-def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], on_wait: Callable[[], None]) -> int:
     """Wait for all ranks; after a failure, kill the others when the grace period is over.
 
     Returns:
@@ -80,6 +81,7 @@ def _wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             if failed_rank is None:
                 failed_rank = next((rank for rank, process in enumerate(processes) if process.poll()), None)
                 deadline = math.inf if failed_rank is None else time.monotonic() + _GRACE_PERIOD
+            on_wait()
             time.sleep(_POLL_INTERVAL)
     finally:
         for process in processes:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 0.02  # seconds between two reads of the store
-_BEAT_INTERVAL = 1.0  # seconds between two heartbeats
+_BEAT_INTERVAL = 1.0  # seconds between two heartbeats, and between two checks of a waiting thread
 _MAX_MISSED_BEATS = 20  # consecutive missed heartbeats after which a rank counts as dead
 _MAX_MISSED_BEATS_AFTER_SIGTERM = 3  # the same after this process has received SIGTERM
 _WAITING_NOTE_AFTER = 10.0  # seconds after which the ranks that have not joined are logged
@@ -40,9 +40,8 @@ _PART_NBYTES = 4 << 20  # maximum size of a stored value; the store refuses 8 Mi
 _DEAD_PEER = "ended without a message, or its connection was lost; look at its output"
 _LEFT_BEAT = -(1 << 40)  # makes any number of heartbeats negative
 
-_rendezvous_count = (
-    0  # number of rendezvous so far, equal on all ranks; part of the keys, so that messages are not mixed up
-)
+# Number of rendezvous so far, equal on all ranks; part of the keys, so that runs do not read each other's messages.
+_rendezvous_count = 0
 
 
 class PeerProcesses:
@@ -68,8 +67,12 @@ class PeerProcesses:
         Args:
             rank: Global rank of this process.
             world_size: Number of processes.
-            connect: Opens the store.
+            connect: Function that opens the store.
             address: Address of the store, for messages.
+            start_timeout: Seconds to wait until all processes have joined.
+
+        Raises:
+            EnvironmentProblem: The system cannot start another thread.
         """
         self.rank, self.world_size = rank, world_size
         self._connect, self._address, self._start_timeout = connect, address, start_timeout
@@ -82,7 +85,7 @@ class PeerProcesses:
         self._leave_deadline = 0.0
         self._ignored_ranks: set[int] = set()
         self._failure: PeerFailure | None = None
-        self._connection_error = self._duplicate_error = ""
+        self._connection_error = self._start_error = ""
         self._is_waiting_logged = False
         self._is_connected = self._is_leaving = self._is_stopped = False
         self._last_exchange_at = self._started_at = time.monotonic()
@@ -92,7 +95,7 @@ class PeerProcesses:
 
     @classmethod
     def from_environment(cls, start_timeout: float = START_TIMEOUT) -> PeerProcesses | None:
-        """Return the processes of the torchrun environment; None for a single process.
+        """Return the connection to the processes of the torchrun environment; None for a single process.
 
         Args:
             start_timeout: Seconds to wait until all of them have joined.
@@ -137,6 +140,18 @@ class PeerProcesses:
                 self._condition.wait(_BEAT_INTERVAL)
             return self._received.pop(key)
 
+    def wait_for_store(self) -> None:
+        """Wait until this process is connected to the store, and no other process has its rank.
+
+        Raises:
+            PeerFailure: A rank failed.
+            EnvironmentProblem: There is no connection, or another process has this rank.
+        """
+        with self._condition:
+            while not self._is_connected:
+                self._check()
+                self._condition.wait(_POLL_INTERVAL)
+
     def check(self) -> None:
         """Check the other ranks.
 
@@ -149,7 +164,7 @@ class PeerProcesses:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Run the work of this rank in the block: its errors are sent to the others, and all ranks leave together."""
+        """Send errors in the block to all ranks, and wait at its end, so that rank 0 leaves last."""
         try:
             with self.shared_failure():
                 yield
@@ -163,7 +178,11 @@ class PeerProcesses:
 
     @contextmanager
     def shared_failure(self) -> Iterator[None]:
-        """Send a failure in the block to all ranks, which ends them; no rank writes after the failure is raised."""
+        """Send a failure in the block to all ranks, which ends them; rank 0 raises it after the others have left.
+
+        Raises:
+            PeerFailure: SIGTERM arrived in the block because another rank failed.
+        """
         try:
             yield
         except BaseException as error:  # any exception that ends this rank ends all ranks
@@ -197,7 +216,7 @@ class PeerProcesses:
                 self._ignored_ranks.update(each for each in self._watched_ranks() if not self._beats[each])
                 raise EnvironmentProblem(
                     f"rank {rank}: did not join within {self._start_timeout:.0f} s; check that it was started with the "
-                    "same command, or pass a larger --timeout"
+                    "same command and that no two processes have the same RANK, or pass a larger --timeout"
                 )
 
     def _log_missing_ranks(self, waited: float) -> None:
@@ -218,8 +237,8 @@ class PeerProcesses:
             )
 
     def _check_connection(self) -> None:
-        if self._duplicate_error:
-            raise EnvironmentProblem(self._duplicate_error)
+        if self._start_error:
+            raise EnvironmentProblem(self._start_error)
         if (
             not self._connection_error
             and self._is_connected
@@ -266,7 +285,7 @@ class PeerProcesses:
 
     def _can_receive(self) -> bool:
         """Return False if no more messages can arrive: the connection is lost, or missing while the run is stopped."""
-        return not (self._connection_error or self._duplicate_error) and (self._is_connected or not self._is_stopped)
+        return not (self._connection_error or self._start_error) and (self._is_connected or not self._is_stopped)
 
     def _watched_ranks(self) -> Iterator[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._ignored_ranks)
@@ -311,6 +330,10 @@ class PeerProcesses:
                     next_beat_at = time.monotonic() + _BEAT_INTERVAL
                 self._exchange_messages(store)
             store.add(f"beat/{self.rank}", _LEFT_BEAT)
+        except EnvironmentProblem as error:  # the store cannot be started
+            with self._condition:
+                self._start_error = str(error)
+                self._condition.notify_all()
         except Exception as error:  # network errors; raised where a message is awaited
             with self._condition:
                 self._connection_error = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -321,7 +344,7 @@ class PeerProcesses:
         message = f"rank {self.rank}: two processes have this RANK; give each process a RANK of its own"
         store.compare_set("failed", "", json.dumps([message, EnvironmentProblem.exit_code, self.rank != 0]))
         with self._condition:
-            self._duplicate_error = message
+            self._start_error = message
             self._condition.notify_all()
 
     def _exchange_beats(self, store: Store) -> None:

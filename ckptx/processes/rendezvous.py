@@ -9,10 +9,14 @@ It imports torch only to open the store.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from ckptx.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,7 +34,7 @@ def is_launched() -> bool:
 
 
 def is_launched_by_us() -> bool:
-    """Return True if `launch` started this process, whose caller has checked that the command can run."""
+    """Return True if `launch` started this process; its caller has already checked that the command can run."""
     return LAUNCHED_BY_US in os.environ
 
 
@@ -63,11 +67,37 @@ def open_store(host: str, port: int, rank: int, name: str, timeout: float = STAR
         rank: Rank of this process.
         name: Name of the rendezvous, which prefixes its keys; the same on every rank.
         timeout: Seconds to wait for the store.
+
+    Raises:
+        EnvironmentProblem: The port is in use on rank 0.
+        DistNetworkError: The store cannot be reached.
     """
     from datetime import timedelta  # not imported by a command that starts
 
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, None, is_master, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True)
+    try:
+        store = TCPStore(
+            host, port, None, is_master, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+        )
+    except DistNetworkError as error:
+        if not is_master or not _is_in_use(port):
+            raise
+        raise EnvironmentProblem(
+            f"rank 0: port {port} (MASTER_PORT) is in use: another process with RANK 0 has started the store of the "
+            "processes, or another program uses the port; give each process a RANK of its own, or choose another "
+            "MASTER_PORT"
+        ) from error
     return PrefixStore(f"ckptx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}", store)
+
+
+def _is_in_use(port: int) -> bool:
+    """Return True if a process of this machine listens on a port."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

@@ -56,7 +56,7 @@ def run_threads(
             while thread.is_alive():
                 thread.join(0.1)
                 on_wait()
-    except BaseException:  # the threads end first, and it is raised again
+    except BaseException:  # raised again when the threads have ended
         stop()
         for thread in threads:
             if thread.ident is not None:

@@ -1,7 +1,7 @@
 """A process that answers calls over a pipe: start it, call it, return its errors, and end it.
 
     call      sent to the worker, in a form that the caller chooses
-    answer    pickled: True and the result, or False and the class, the message and the traceback of an error
+    answer    pickled: True and the result, or False and the class, message, exit code and traceback of an error
 
 A worker forked for one call gets the call with the fork (`fork.py`). The ranks of a run get many calls, pickled
 (`robustness_suite/ranks.py`).
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckptx.errors import CkptxError, InternalError, PeerFailure
+from ckptx.errors import CkptxError, InternalError, PeerFailure, exit_code_of
 from ckptx.processes.peak_memory import peak_memory
 
 _EXIT_TIMEOUT = 30.0  # seconds between the last message of a process and its end
@@ -51,18 +51,21 @@ class Worker:
             process_options: Further arguments of `multiprocessing.Process`.
         """
         self.pipe, child_pipe = context.Pipe()
-        self._process = context.Process(target=target, args=(child_pipe, *args), **process_options)
+        arguments: tuple[Any, ...] = (child_pipe, *args)
+        if context.get_start_method() == "fork":
+            target, arguments = _run_in_fork, (self.pipe, target, *arguments)
+        self._process = context.Process(target=target, args=arguments, **process_options)
         self._process.start()
         child_pipe.close()
 
     @property
     def is_alive(self) -> bool:
-        """True while the process runs."""
+        """Return True while the process runs."""
         return bool(self._process.is_alive())
 
     @property
     def peak_rss(self) -> int:
-        """Peak resident set size of the process in bytes; 0 once it has ended."""
+        """Return the peak resident set size of the process in bytes; 0 once it has ended, or without /proc."""
         return peak_memory(self._process.pid)
 
     def wait_for_result(self) -> Any:
@@ -80,9 +83,11 @@ class Worker:
             raise WorkerDied(self._process.exitcode) from None
         if has_result:
             return value
-        error_class, text, trace = value
+        error_class, text, exit_code, trace = value
         raise (
-            PeerFailure(text, 7, is_reported=False) if issubclass(error_class, PeerFailure) else error_class(text)
+            PeerFailure(text, exit_code, is_reported=False)
+            if issubclass(error_class, PeerFailure)
+            else error_class(text)
         ) from RuntimeError(trace)
 
     def end(self, timeout: float = 0.0) -> None:
@@ -99,6 +104,15 @@ class Worker:
         self._process.join()
 
 
+def _run_in_fork(inherited_pipe: Connection, target: Callable[..., None], *args: Any) -> None:
+    """Call a function in a fork, which first closes the end of the pipe that it inherited from its parent.
+
+    If a fork kept both ends, its pipe would never be closed, and it would outlive a parent that is killed.
+    """
+    inherited_pipe.close()
+    target(*args)
+
+
 def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> bool:
     """Call a function in a worker, and send its result or error; return False if the pipe is closed."""
     try:
@@ -107,7 +121,7 @@ def send_result(pipe: Connection, function: Callable[..., Any], *args: Any) -> b
         error_class, text = type(error), str(error)
         if not isinstance(error, CkptxError):
             error_class, text = InternalError, f"{type(error).__name__}: {error}; please report this"
-        answer = pickle.dumps((False, (error_class, text, traceback.format_exc())))
+        answer = pickle.dumps((False, (error_class, text, exit_code_of(error), traceback.format_exc())))
     try:
         pipe.send_bytes(answer)
     except BrokenPipeError:

@@ -313,7 +313,8 @@ def test_a_rank_that_does_not_join(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     (found,) = together(Meeting(3).attend(0, lambda here: here.receive(1, "word"), start_timeout=0.6))
     assert isinstance(found, EnvironmentProblem)
     words = (
-        "rank 1: did not join within 1 s; check that it was started with the same command, or pass a larger --timeout"
+        "rank 1: did not join within 1 s; check that it was started with the same command and that no two processes "
+        "have the same RANK, or pass a larger --timeout"
     )
     assert str(found) == words
     assert [each.getMessage() for each in caplog.records] == ["rank 0: still waiting for ranks 1, 2 to join after 0 s"]

@@ -115,6 +115,8 @@ def test_a_lazy_property_is_computed_once_and_not_shared() -> None:
 
 
 _PROGRAM = """
+# Python 3.10 releases locks of these two without having acquired them if a fork meets their import in a thread.
+import concurrent.futures.thread, logging
 import os, signal, sys, threading, time
 from pathlib import Path
 import ckptx
