@@ -13,7 +13,7 @@ from ckptx.storage.local import LocalSource
 
 
 class CheckpointPart(NamedTuple):
-    """One of two directories that together are a checkpoint, with the data to write both again.
+    """One directory of a DCP that is stored in two (model and optimizer), with what is needed to write it again.
 
     Attributes:
         directory: Path relative to the root ("model", "optim").
@@ -41,13 +41,15 @@ class Catalog:
             open file from which the header was read.
         sidecars: Files that are copied along with the weights.
         config: The parsed `config.json`; None if there is none.
-        verbatim: Format-specific texts by file name that a restoration may need: safetensors headers and the index.
+        verbatim: Texts of the original files, unchanged, by file name: headers of safetensors, and the index. They are
+            needed to write the original files again byte for byte.
         planner_data: `planner_data` of a DCP in one part, carried over unchanged.
         parts: The directories of a DCP in two parts; empty for everything else.
         notes: Messages of the reader for the user ("consolidated.safetensors ignored: not in the index").
-        opened_from: Location that was opened; None for a catalog that was not read from a storage.
-        storage: Source from which it was opened; None for a catalog that was not read from a storage. `source` works
-            for both.
+        opened_from: Location that was opened, from which `root` can differ, because subdirectories are searched for a
+            checkpoint; None for a catalog that was made in memory.
+        storage: Access to the files below `root`; None for a catalog that was made in memory. Use `source`, which also
+            works then.
     """
 
     root: Location
@@ -67,7 +69,7 @@ class Catalog:
 
     @property
     def source(self) -> Source:
-        """The files at `root`."""
+        """Access to the files below `root`."""
         return self.storage if self.storage is not None else LocalSource(local_path(self.root))
 
     @property
@@ -77,7 +79,11 @@ class Catalog:
 
     @property
     def is_published(self) -> bool:
-        """True for weights in a published form; a state dict with a custom file name is that of a trainer."""
+        """True for files in a form in which models are published on the Hub.
+
+        These are safetensors, and `.bin` files with an index or the name `pytorch_model.bin`. A trainer's own `.pt` is
+        not published.
+        """
         is_named = self.traits is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
         return self.traits.is_published and is_named
 

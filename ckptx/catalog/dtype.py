@@ -81,8 +81,8 @@ DTYPES_BY_STORAGE_CLASS: dict[str, DType] = {
     dtype.storage_class: dtype for dtype in _ALL if dtype.storage_class is not None
 }
 
-# Values of `--dtype`.
-CAST_TARGETS: dict[str, DType] = {
+# Values of `--dtype` that cast to one dtype.
+DTYPE_BY_OPTION: dict[str, DType] = {
     "bf16": DTYPES_BY_NAME["BF16"],
     "fp16": DTYPES_BY_NAME["F16"],
     "fp32": DTYPES_BY_NAME["F32"],

@@ -180,9 +180,9 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
     members = []
     for key, value in manifest.items():
         if key in ("files", "sidecars", "tensors") and value:
-            rows_text = "".join(_encode_tensor_rows(value)) if key == "tensors" else _encode_compact(value)[1:-1]
-            rows_text = _ROW_END.sub('},\n  "', rows_text)
-            members.append(f"{json.dumps(key)}: {{\n  {rows_text}\n}}")
+            entries_text = "".join(_encode_tensors(value)) if key == "tensors" else _encode_compact(value)[1:-1]
+            entries_text = _ENTRY_END.sub('},\n  "', entries_text)
+            members.append(f"{json.dumps(key)}: {{\n  {entries_text}\n}}")
         else:
             members.append(f"{json.dumps(key)}: {_encode_compact(value)}")
     lines.append(",\n".join(members))
@@ -190,32 +190,32 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode()
 
 
-def _encode_tensor_rows(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the JSON text of each tensor; the text around the digest is encoded once for equal rows."""
-    row_texts: dict[tuple[object, ...], tuple[str, str]] = {}
+def _encode_tensors(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the JSON text of each tensor; the text around the digest is encoded once for otherwise equal entries."""
+    texts_by_key: dict[tuple[object, ...], tuple[str, str]] = {}
     comma = ""
-    for name, row in rows.items():
-        get = row.get
-        key = (row["dtype"], *row["shape"], get("file"), get("cut"), get("tied_to"), get("model"))
-        row_text = row_texts.get(key)
-        if row_text is None:
-            row_text = row_texts[key] = _encode_around_digest(row)
-        yield f"{comma}{encode_basestring_ascii(name)}:{row_text[0]}{row['digest']}{row_text[1]}"
+    for name, entry in tensors.items():
+        get = entry.get
+        key = (entry["dtype"], *entry["shape"], get("file"), get("cut"), get("tied_to"), get("model"))
+        entry_text = texts_by_key.get(key)
+        if entry_text is None:
+            entry_text = texts_by_key[key] = _encode_around_digest(entry)
+        yield f"{comma}{encode_basestring_ascii(name)}:{entry_text[0]}{entry['digest']}{entry_text[1]}"
         comma = ","
 
 
-def _encode_around_digest(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the JSON text of a row before and after the hexadecimal digits of its digest."""
-    keys = list(row)
+def _encode_around_digest(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the JSON text of an entry before and after the hexadecimal digits of its digest."""
+    keys = list(entry)
     stop = keys.index("digest") + 1
-    before = _encode_compact({**{key: row[key] for key in keys[:stop]}, "digest": ""}).removesuffix('"}')
-    after = _encode_compact({key: row[key] for key in keys[stop:]})[1:]
+    before = _encode_compact({**{key: entry[key] for key in keys[:stop]}, "digest": ""}).removesuffix('"}')
+    after = _encode_compact({key: entry[key] for key in keys[stop:]})[1:]
     return before, f'",{after}' if keys[stop:] else '"}'
 
 
-# Rows contain no object, and a quote inside a string is escaped: so `},"` ends a row, or a string that ends in `},` and
-# is followed by a colon, a comma or a bracket. A name that begins with one of these shares the line before it.
-_ROW_END = re.compile(r'},"(?![:,}\]])')
+# Entries contain no object, and a quote inside a string is escaped: so `},"` ends an entry, or a string that ends in
+# `},` and is followed by a colon, a comma or a bracket. A name that begins with one of these shares the line before it.
+_ENTRY_END = re.compile(r'},"(?![:,}\]])')
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True)
 
 

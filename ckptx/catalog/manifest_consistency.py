@@ -11,6 +11,13 @@ from ckptx.catalog.manifest import Manifest, ShardingRecord
 from ckptx.catalog.region import Region, Shape, find_coverage_fault
 from ckptx.untrusted.hash_keys import salted_key
 
+_COVERAGE_FAULTS = {
+    "gap": "an index of blocks with a gap",
+    "overlap": "an index of blocks that overlap",
+    "outside": "an index of blocks that are out of bounds",
+    "unverifiable": "an index of blocks with too many different boundaries",
+}
+
 
 class Contradiction(NamedTuple):
     """Two fields of a manifest that cannot both be true.
@@ -35,8 +42,9 @@ def find_contradiction(manifest: Manifest) -> Contradiction | None:
     return _check_layout(manifest) or _check_ties(manifest) or _check_shardings(manifest) or _check_file_sizes(manifest)
 
 
-def _field_path(rows: str, name: str, key: str) -> str:
-    return f"{rows}[{json.dumps(name):.200}].{key}"
+def field_path(section: str, name: str) -> str:
+    """Return the path of the field of a file or tensor in a section of the manifest."""
+    return f"{section}[{json.dumps(name):.200}]"
 
 
 def _check_layout(manifest: Manifest) -> Contradiction | None:
@@ -46,36 +54,39 @@ def _check_layout(manifest: Manifest) -> Contradiction | None:
     for stage in stages or ():
         for path, first, stop in stage:
             if first > stop:
-                return Contradiction("layout.stages", json.dumps([path, first, stop]), "a first layer before the last")
+                return Contradiction(
+                    "layout.stages", json.dumps([path, first, stop]), "a first layer that is not after the stop"
+                )
     return None
 
 
 def _check_ties(manifest: Manifest) -> Contradiction | None:
-    rows = manifest.tensors
-    for name, row in rows.items():
-        if row.tied_to is not None and rows[row.tied_to].digest != row.digest:
+    for name, tensor in manifest.tensors.items():
+        if tensor.tied_to is not None and manifest.tensors[tensor.tied_to].digest != tensor.digest:
             return Contradiction(
-                f"tensors[{json.dumps(name):.200}].tied_to", row.tied_to, "a tensor with the same digest"
+                f"{field_path('tensors', name)}.tied_to", tensor.tied_to, "a tensor with the same digest"
             )
     return None
 
 
 def _check_shardings(manifest: Manifest) -> Contradiction | None:
-    """Check that the blocks of a tensor tile its shape, and that replicas equal one of them."""
+    """Check that the blocks of a tensor without its replicas tile its shape, and that each replica repeats a block."""
     checked: set[tuple[int, tuple[int, Shape]]] = set()
-    for name, row in manifest.tensors.items():
-        if row.sharding_index is None or (row.sharding_index, salted_key(row.shape)) in checked:
+    for name, tensor in manifest.tensors.items():
+        if tensor.sharding_index is None or (tensor.sharding_index, salted_key(tensor.shape)) in checked:
             continue
-        checked.add((row.sharding_index, salted_key(row.shape)))
-        sharding = manifest.shardings[row.sharding_index]
+        checked.add((tensor.sharding_index, salted_key(tensor.shape)))
+        sharding = manifest.shardings[tensor.sharding_index]
         regions = _regions_without_replicas(sharding)
-        fault = find_coverage_fault(row.shape, regions)
+        fault = find_coverage_fault(tensor.shape, regions)
         region_keys = {salted_key(region) for region in regions}
         if fault is not None or any(
             salted_key(sharding.regions[index]) not in region_keys for index in sharding.replicas
         ):
-            value = "a replica of no block" if fault is None else f"a {fault.kind}"
-            return Contradiction(_field_path("tensors", name, "cut"), value, f"blocks that tile {list(row.shape)}")
+            value = "an index of blocks with a replica of no block" if fault is None else _COVERAGE_FAULTS[fault.kind]
+            return Contradiction(
+                f"{field_path('tensors', name)}.cut", value, f"the index of blocks that tile {list(tensor.shape)}"
+            )
     return None
 
 
@@ -88,13 +99,13 @@ def _check_file_sizes(manifest: Manifest) -> Contradiction | None:
     """Check that a file is at least as large as its tensors; tied names may share bytes and are not counted."""
     names, sizes = list(manifest.files), Counter[int]()
     tensor_counts: Counter[tuple[int, int]] = Counter()
-    for row in manifest.tensors.values():
-        if row.tied_to is not None:
+    for tensor in manifest.tensors.values():
+        if tensor.tied_to is not None:
             continue
-        if row.file_index is not None:
-            sizes[row.file_index] += prod(row.shape) * row.dtype.bits // 8
-        elif row.sharding_index is not None:
-            tensor_counts[row.sharding_index, row.dtype.bits] += 1
+        if tensor.file_index is not None:
+            sizes[tensor.file_index] += prod(tensor.shape) * tensor.dtype.bits // 8
+        elif tensor.sharding_index is not None:
+            tensor_counts[tensor.sharding_index, tensor.dtype.bits] += 1
     for (number, bits), tensors in tensor_counts.items():
         sharding = manifest.shardings[number]
         for file, region in zip(sharding.files, sharding.regions, strict=True):
@@ -103,6 +114,6 @@ def _check_file_sizes(manifest: Manifest) -> Contradiction | None:
         recorded = manifest.files[names[file]].nbytes
         if recorded < nbytes:
             return Contradiction(
-                _field_path("files", names[file], "bytes"), str(recorded), f"the {nbytes} bytes of its tensors"
+                f"{field_path('files', names[file])}.bytes", str(recorded), f"the {nbytes} bytes of its tensors"
             )
     return None

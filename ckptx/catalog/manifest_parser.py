@@ -6,7 +6,6 @@ fields are not trusted either.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -29,7 +28,7 @@ from ckptx.catalog.manifest import (
     ShardingRecord,
     TensorRecord,
 )
-from ckptx.catalog.manifest_consistency import find_contradiction
+from ckptx.catalog.manifest_consistency import field_path, find_contradiction
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.storage.files import read_small
@@ -99,7 +98,7 @@ def _decode(data: bytes, path: str) -> dict[str, Any]:
     if sum(data.count(char) for char in b"[{,") > _MAX_VALUES:
         raise _invalid_manifest(path, f"has more than {_MAX_VALUES} values, the limit")
     try:
-        document = parse_json(data.decode("utf-8"), "the text")
+        document = parse_json(data.decode("utf-8"), "the text", noun="")
     except (UnicodeDecodeError, InputError) as error:
         raise _invalid_manifest(path, f"{error!s:.120}") from error
     if not isinstance(document, dict):
@@ -137,7 +136,7 @@ class _ManifestParser:
         format = document.get("format")
         if format not in _FORMATS:
             self._refuse("format", format, f"one of {', '.join(_FORMATS)}")
-        files, sidecars = (self._parse_rows(document, key, self._parse_file) for key in ("files", "sidecars"))
+        files, sidecars = (self._parse_section(document, key, self._parse_file) for key in ("files", "sidecars"))
         duplicate = find_conflicting_name([*files, *sidecars])
         if duplicate is not None:
             self._refuse("names in files and sidecars", duplicate, "unique")
@@ -146,7 +145,9 @@ class _ManifestParser:
             for number, sharding in enumerate(self._require_list(document.get("cuts"), "cuts"))
         )
         self._fitting_shapes = [set() for _ in shardings]
-        tensors = self._parse_rows(document, "tensors", lambda row: self._parse_tensor(row, shardings, len(files)))
+        tensors = self._parse_section(
+            document, "tensors", lambda entry: self._parse_tensor(entry, shardings, len(files))
+        )
         self._check_ties(tensors)
         original = document.get("origin", 0)  # null means that there is none; the key itself is required
         return Manifest(
@@ -160,40 +161,40 @@ class _ManifestParser:
             tensors,
         )
 
-    def _parse_rows(self, document: Mapping[str, Any], key: str, parse_row: Callable[[Any], T]) -> dict[str, T]:
-        rows = self._require_object(document.get(key), key)
-        for name in rows:
+    def _parse_section(self, document: Mapping[str, Any], key: str, parse_entry: Callable[[Any], T]) -> dict[str, T]:
+        entries = self._require_object(document.get(key), key)
+        for name in entries:
             fault = None if key == "tensors" else find_name_fault(name)
             if fault is not None:
                 self._refuse(f"every name in {key}", name, f"a valid file name ({fault})")
             self._require_string(name, key)
         parsed = {}
-        for name, row in rows.items():
+        for name, entry in entries.items():
             try:
-                parsed[name] = parse_row(row)
+                parsed[name] = parse_entry(entry)
             except _InvalidField as fault:
-                fault.field = f"{_field_path(key, name)}{fault.field}"
+                fault.field = f"{field_path(key, name)}{fault.field}"
                 raise
         return parsed
 
-    def _parse_file(self, row: Any) -> FileRecord:
-        row = self._require_object(row, "")
+    def _parse_file(self, entry: Any) -> FileRecord:
+        entry = self._require_object(entry, "")
         return FileRecord(
-            self._require_count(row.get("bytes"), ".bytes"), self._require_digest(row.get("digest"), ".digest")
+            self._require_count(entry.get("bytes"), ".bytes"), self._require_digest(entry.get("digest"), ".digest")
         )
 
-    def _parse_tensor(self, row: Any, shardings: tuple[ShardingRecord, ...], file_count: int) -> TensorRecord:
-        row = self._require_object(row, "")
-        name = row.get("dtype")
-        dtype = DTYPES_BY_NAME.get(name) if isinstance(name, str) else None
+    def _parse_tensor(self, entry: Any, shardings: tuple[ShardingRecord, ...], file_count: int) -> TensorRecord:
+        entry = self._require_object(entry, "")
+        dtype_name = entry.get("dtype")
+        dtype = DTYPES_BY_NAME.get(dtype_name) if isinstance(dtype_name, str) else None
         if dtype is None:
-            self._refuse(".dtype", name, "a dtype")
-        shape = self._require_shape(row.get("shape"), ".shape")
+            self._refuse(".dtype", dtype_name, "a dtype")
+        shape = self._require_shape(entry.get("shape"), ".shape")
         if prod(shape) * dtype.bits >= _INTEGER_STOP:
             self._refuse(".shape", list(shape), "a shape that fits into a file")
-        file_index, sharding_index = row.get("file"), row.get("cut")
+        file_index, sharding_index = entry.get("file"), entry.get("cut")
         if (file_index is None) == (sharding_index is None):
-            self._refuse("", sorted(row), "an object with either file or cut")
+            self._refuse("", sorted(entry), "an object with either file or cut")
         if file_index is not None:
             self._require_index(file_index, file_count, ".file")
         else:
@@ -205,21 +206,23 @@ class _ManifestParser:
         return TensorRecord(
             dtype,
             shape,
-            self._require_digest(row.get("digest"), ".digest"),
+            self._require_digest(entry.get("digest"), ".digest"),
             file_index,
             sharding_index,
-            self._require_optional_string(row.get("tied_to"), ".tied_to"),
-            self._require_optional_string(row.get("model"), ".model"),
+            self._require_optional_string(entry.get("tied_to"), ".tied_to"),
+            self._require_optional_string(entry.get("model"), ".model"),
         )
 
     def _check_ties(self, tensors: Mapping[str, TensorRecord]) -> None:
-        for name, row in tensors.items():
-            if row.tied_to is None:
+        for name, tensor in tensors.items():
+            if tensor.tied_to is None:
                 continue
-            other = tensors.get(row.tied_to)
-            if other is None or row.tied_to == name or (other.dtype, other.shape) != (row.dtype, row.shape):
+            other = tensors.get(tensor.tied_to)
+            if other is None or tensor.tied_to == name or (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
                 self._refuse(
-                    f"{_field_path('tensors', name)}.tied_to", row.tied_to, "another tensor of the same dtype and shape"
+                    f"{field_path('tensors', name)}.tied_to",
+                    tensor.tied_to,
+                    "another tensor of the same dtype and shape",
                 )
 
     def _parse_sharding(self, sharding: Any, file_count: int, field: str) -> ShardingRecord:
@@ -294,7 +297,7 @@ class _ManifestParser:
         for name, file in tensors.items():
             self._require_string(name, tensors_field)
             if not _is_index(file, len(files)):
-                self._refuse_index(file, len(files), _field_path(tensors_field, name))
+                self._refuse_index(file, len(files), field_path(tensors_field, name))
         if set(tensors.values()) != set(range(len(files))):
             self._refuse(
                 tensors_field, f"those of {len(set(tensors.values()))} files", f"the tensors of all {len(files)} files"
@@ -380,11 +383,6 @@ class _ManifestParser:
 
     def _refuse(self, field: str, value: Any, required: str) -> NoReturn:
         raise _InvalidField(field, value, required)
-
-
-def _field_path(key: str, name: str) -> str:
-    """Return the path of a field in an object."""
-    return f"{key}[{json.dumps(name):.200}]"
 
 
 def _is_index(value: Any, stop: int) -> bool:

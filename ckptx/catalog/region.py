@@ -48,8 +48,10 @@ def full_region(shape: Shape) -> Region:
 class CoverageFault(NamedTuple):
     """The reason why regions do not tile a shape, and the region of the fault.
 
-    `kind` is "gap", "overlap", "outside" or "tangle". A tangle may be a tiling, but has regions with so many different
-    boundaries that checking it would take too long; no mesh produces one.
+    Attributes:
+        kind: "gap", "overlap", "outside" or "unverifiable". Unverifiable regions may tile the shape, but have so many
+            different boundaries that checking them would take too long; no mesh produces them.
+        region: Region without a chunk, with several chunks, of a chunk that is out of bounds, or that was not checked.
     """
 
     kind: str
@@ -94,7 +96,7 @@ def _find_slab_fault(
     groups = _group_by_span(regions, dim)
     slabs = groups if _are_disjoint(groups) else _split_into_slabs(groups, budget)
     if slabs is None:
-        return CoverageFault("tangle", Region(offsets + (0,) * len(rest), sizes + rest))
+        return CoverageFault("unverifiable", Region(offsets + (0,) * len(rest), sizes + rest))
     position = 0
     for begin, size, members in slabs:
         if begin > position:

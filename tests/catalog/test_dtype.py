@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptx.catalog.dtype import CAST_TARGETS, DTYPES_BY_NAME, DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME
+from ckptx.catalog.dtype import DTYPE_BY_OPTION, DTYPES_BY_NAME, DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME
 from tests.support.checkpoint_writers import BITS
 
 
@@ -25,4 +25,4 @@ def test_sub_byte_elements_round_up_and_are_pairs_for_torch() -> None:
 
 def test_only_plain_floats_are_cast() -> None:
     assert {dtype.name for dtype in DTYPES_BY_NAME.values() if dtype.is_castable} == {"F64", "F32", "F16", "BF16"}
-    assert {key: dtype.name for key, dtype in CAST_TARGETS.items()} == {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+    assert {key: dtype.name for key, dtype in DTYPE_BY_OPTION.items()} == {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
