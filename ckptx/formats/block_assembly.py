@@ -15,7 +15,7 @@ from ckptx.untrusted.hash_keys import HashFlood, UniqueTuples, identity_key, sal
 
 
 class RegionCache:
-    """Keeps one object per distinct region: checkpoints repeat them, and the functions below compare identities."""
+    """Cache of one object per distinct region: regions repeat, and the functions below compare them by identity."""
 
     def __init__(self) -> None:
         self._regions: UniqueTuples[Region] = UniqueTuples()
@@ -38,7 +38,9 @@ class RegionCache:
         try:
             return self._regions.add(region)
         except HashFlood as error:
-            raise InputError(f'{where}: tensor "{name}" has one of {error}; the file is damaged') from None
+            raise InputError(
+                f'{where}: tensor "{name}" has one of {error}; the file is damaged, copy it again'
+            ) from None
 
 
 class CoverageCheck:

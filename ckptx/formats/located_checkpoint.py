@@ -31,8 +31,8 @@ class LocatedCheckpoint(NamedTuple):
 Detect = Callable[[Source, ShapeReader], "LocatedCheckpoint | None"]
 """Function that finds a checkpoint of one format in a directory.
 
-The names in `source.listing()` decide; a header is read only if two formats share them. The second argument opens
-sibling files and directories, to detect that one is just a part of a checkpoint.
+The names in `source.listing()` decide; a header is read only if two formats share them. The second argument reads the
+shapes in sibling files and directories, to detect that one is only a part of a checkpoint.
 
 Returns None for a directory without a checkpoint of the format, and raises InputError or UnsupportedError for one with
 several checkpoints, or with a part of one.

@@ -26,10 +26,10 @@ def find_outside_links(source: Source, names: Iterable[str]) -> list[tuple[str, 
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
     found = []
     for name in names:
-        real = source.absolute_locations(name)[-1]
-        parents = tuple(_parents(real))
+        resolved = source.absolute_locations(name)[-1]
+        parents = tuple(_parents(resolved))
         if root not in parents and (blobs is None or blobs not in parents):
-            found.append((name, real))
+            found.append((name, resolved))
     return found
 
 

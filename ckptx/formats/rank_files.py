@@ -26,11 +26,11 @@ from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 
 Shapes = Mapping[str, Shape]
 ShapeReader = Callable[[Location], Shapes | None]
-"""Opens a file or directory and returns the shapes of its tensors, or None if it cannot be opened."""
+"""Function that returns the shapes of the tensors in a file or directory; None if it cannot be opened."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_MAX_LISTED = 4
-_MAX_OPENED = 8
+_MAX_LISTED = 4  # names in an error message
+_MAX_OPENED = 8  # other members of a group whose shapes are read
 _MAX_SEARCHED, _MAX_DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
 _MAX_RANK_LEVELS = 3  # nested directories for tp, pp and dp
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
@@ -40,13 +40,18 @@ _NEXT_STEP = (
 )
 
 
-def complete_files(source: Source, names: Sequence[str], shapes_in: ShapeReader) -> list[str]:
-    """Return the weight files of a directory that are complete checkpoints.
+def complete_files(source: Source, names: Sequence[str], read_shapes: ShapeReader) -> list[str]:
+    """Return the weight files of a directory that are not parts of a checkpoint.
+
+    Args:
+        source: The directory.
+        names: Names of the weight files.
+        read_shapes: Reads the shapes of the tensors in a file.
 
     Raises:
-        UnsupportedError: All of them are parts of one checkpoint.
+        UnsupportedError: All of them are parts of checkpoints.
     """
-    groups = _part_groups(source, names, shapes_in, directories=False)
+    groups = _part_groups(source, names, read_shapes, directories=False)
     parts = {name for group in groups for name in group.names}
     complete = [name for name in names if name not in parts]
     if not complete:
@@ -54,16 +59,16 @@ def complete_files(source: Source, names: Sequence[str], shapes_in: ShapeReader)
     return complete
 
 
-def complete_directories(source: Source, names: Sequence[str], shapes_in: ShapeReader) -> list[str]:
-    """Return the subdirectories of a source that are complete checkpoints.
+def complete_directories(source: Source, names: Sequence[str], read_shapes: ShapeReader) -> list[str]:
+    """Return the subdirectories of a source that are not parts of a checkpoint.
 
     Args:
         source: A directory.
         names: Paths of the candidates, relative to it.
-        shapes_in: Opens a directory and returns the shapes of its tensors.
+        read_shapes: Reads the shapes of the tensors in a directory.
 
     Raises:
-        UnsupportedError: All of them are parts of one checkpoint.
+        UnsupportedError: All of them are parts of checkpoints.
     """
     siblings: dict[tuple[str, str], set[str]] = {}
     for path in names:
@@ -74,7 +79,7 @@ def complete_directories(source: Source, names: Sequence[str], shapes_in: ShapeR
     for (parent_path, inner_path), sibling_names in siblings.items():
         directory = source.with_location(source.location / parent_path) if parent_path else source
         for group in _part_groups(
-            directory, sorted(sibling_names), _subdirectory_reader(inner_path, shapes_in), directories=True
+            directory, sorted(sibling_names), _subdirectory_reader(inner_path, read_shapes), directories=True
         ):
             refused.update(
                 (_join_path(parent_path, name, inner_path), (directory.location, group)) for name in group.names
@@ -89,7 +94,7 @@ def _join_path(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> None:
+def refuse_parts_in_tree(source: Source, depth: int, read_shapes: ShapeReader) -> None:
     """Refuse weight files written per rank in a directory, or in subdirectories down to `depth` levels.
 
     Raises:
@@ -102,16 +107,16 @@ def refuse_parts_in_tree(source: Source, depth: int, shapes_in: ShapeReader) -> 
     except InputError:
         return  # not a directory, not accessible, or with too many names
     names = [name for name in listing if name.endswith(WEIGHT_SUFFIXES)]
-    groups = _part_groups(source, names, shapes_in, directories=False)
+    groups = _part_groups(source, names, read_shapes, directories=False)
     if groups:
         raise _parts_error(source.location, groups[0])
     for name in listing.directories() if depth else ():
         if not name.startswith("."):
-            refuse_parts_in_tree(source.with_location(source.location / name), depth - 1, shapes_in)
+            refuse_parts_in_tree(source.with_location(source.location / name), depth - 1, read_shapes)
 
 
 def refuse_part_file(
-    source: Source, name: str, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]
+    source: Source, name: str, shapes: Shapes, read_shapes: ShapeReader, metadata: Mapping[str, Any]
 ) -> None:
     """Refuse a weight file that is one rank's part of a checkpoint.
 
@@ -119,7 +124,7 @@ def refuse_part_file(
         source: The directory of the file.
         name: Name of the file.
         shapes: The shapes of its tensors.
-        shapes_in: Opens other files in the directory.
+        read_shapes: Reads the shapes of the tensors in other files of the directory.
         metadata: Metadata of its header, which may contain a world size.
 
     Raises:
@@ -131,31 +136,33 @@ def refuse_part_file(
             directory,
             file.name,
             [each for each in directory.listing() if each.endswith(WEIGHT_SUFFIXES)],
-            _with_known_shapes(file, shapes, shapes_in),
+            _with_known_shapes(file, shapes, read_shapes),
             metadata,
             directories=False,
             subject=source.location / name,
         )
 
 
-def refuse_part_directory(source: Source, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]) -> None:
+def refuse_part_directory(
+    source: Source, shapes: Shapes, read_shapes: ShapeReader, metadata: Mapping[str, Any]
+) -> None:
     """Refuse a directory that is one rank's part of a checkpoint, or is inside of one.
 
     Args:
         source: The directory of a checkpoint.
         shapes: The shapes of its tensors.
-        shapes_in: Opens its sibling directories.
+        read_shapes: Reads the shapes of the tensors in its sibling directories.
         metadata: See `refuse_part_file`.
 
     Raises:
         UnsupportedError: It is a part.
     """
     for absolute in source.absolute_locations():
-        _refuse_part_at(source, absolute, shapes, shapes_in, metadata)
+        _refuse_part_at(source, absolute, shapes, read_shapes, metadata)
 
 
 def _refuse_part_at(
-    source: Source, location: Location, shapes: Shapes, shapes_in: ShapeReader, metadata: Mapping[str, Any]
+    source: Source, location: Location, shapes: Shapes, read_shapes: ShapeReader, metadata: Mapping[str, Any]
 ) -> None:
     """Refuse a directory because of its own name or of parent directories named after ranks."""
     directory, inner_path, level = location, "", 0
@@ -167,7 +174,7 @@ def _refuse_part_at(
                 parent,
                 directory.name,
                 parent.listing().directories(),
-                _with_known_shapes(directory, shapes, _subdirectory_reader(inner_path, shapes_in)),
+                _with_known_shapes(directory, shapes, _subdirectory_reader(inner_path, read_shapes)),
                 {**metadata, **config},
                 directories=True,
                 subject=source.location,
@@ -175,29 +182,29 @@ def _refuse_part_at(
         directory, inner_path, level = directory.parent, _join_path(directory.name, inner_path), level + 1
 
 
-def _subdirectory_reader(inner_path: str, shapes_in: ShapeReader) -> ShapeReader:
-    """Return a function that opens the subdirectory `inner_path` of a directory."""
-    return lambda location: shapes_in(location / inner_path if inner_path else location)
+def _subdirectory_reader(inner_path: str, read_shapes: ShapeReader) -> ShapeReader:
+    """Return a function that reads the shapes of the tensors in the subdirectory `inner_path` of a directory."""
+    return lambda location: read_shapes(location / inner_path if inner_path else location)
 
 
-def _with_known_shapes(known_location: Location, shapes: Shapes, shapes_in: ShapeReader) -> ShapeReader:
-    """Return a reader like `shapes_in` that returns known shapes for one path without opening it."""
-    return lambda path: shapes if path == known_location else shapes_in(path)
+def _with_known_shapes(known_location: Location, shapes: Shapes, read_shapes: ShapeReader) -> ShapeReader:
+    """Return a function like `read_shapes` that returns known shapes for one location without opening it."""
+    return lambda location: shapes if location == known_location else read_shapes(location)
 
 
 def _refuse_part(
     directory: Source,
     name: str,
     names: Sequence[str],
-    shapes_in: ShapeReader,
+    read_shapes: ShapeReader,
     metadata: Mapping[str, Any],
     *,
     directories: bool,
     subject: Location,
 ) -> None:
     group = group_of(name, names, directories=directories)
-    if group is not None and group.kind != "index of":
-        if _are_parts(directory, group, name, shapes_in, directories):
+    if group is not None and group.kind != "n_of_m":
+        if _are_parts(directory, group, name, read_shapes, directories):
             others = [each for each in group.names if each != name]
             raise UnsupportedError(
                 f"{subject}: is one rank's part of a checkpoint, together with {_list_names(others)}, and nothing "
@@ -209,7 +216,7 @@ def _refuse_part(
     if (
         has_rank(name)
         and world_size > 1
-        and not _is_whole_model(shapes_in(path), read_config(directory.with_location(path), directory))
+        and not _is_whole_model(read_shapes(path), read_config(directory.with_location(path), directory))
     ):
         raise UnsupportedError(
             f"{subject}: is one rank's part of a checkpoint, the other {world_size - 1} of {world_size} parts are "
@@ -219,7 +226,7 @@ def _refuse_part(
 
 def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
     """Return the error for a directory that contains a group of parts."""
-    if group.kind == "index of":
+    if group.kind == "n_of_m":
         return UnsupportedError(
             f"{where}: {_list_names(group.names)} are files of one checkpoint, but the index that lists their tensors "
             "is missing; copy or download model.safetensors.index.json, too"
@@ -231,7 +238,7 @@ def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
 
 
 def _part_groups(
-    directory: Source, names: Sequence[str], shapes_in: ShapeReader, *, directories: bool
+    directory: Source, names: Sequence[str], read_shapes: ShapeReader, *, directories: bool
 ) -> list[NameGroup]:
     """Return the groups among the names in one directory whose members are parts of one checkpoint."""
     groups: list[NameGroup] = []
@@ -241,7 +248,7 @@ def _part_groups(
         if group is None:
             continue
         seen.update(group.names)
-        if _are_parts(directory, group, name, shapes_in, directories):
+        if _are_parts(directory, group, name, read_shapes, directories):
             groups.append(group)
     return groups
 
@@ -259,9 +266,9 @@ def read_config(*directories: Source) -> dict[str, Any] | None:
     return None
 
 
-def _are_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeReader, directories: bool) -> bool:
+def _are_parts(directory: Source, group: NameGroup, name: str, read_shapes: ShapeReader, directories: bool) -> bool:
     """Decide whether the members of a group are parts of one checkpoint; `name` is one of them."""
-    if group.kind == "index of":
+    if group.kind == "n_of_m":
         return True
     root = directory.location
     config = read_config(directory.with_location(root / name), directory) if directories else read_config(directory)
@@ -271,36 +278,36 @@ def _are_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeR
             directories and sum(_has_weights(directory.with_location(root / each)) for each in group.names) < 2
         ):
             return False
-        if config is None or not _is_whole_model(shapes_in(root / name), config):
+        if config is None or not _is_whole_model(read_shapes(root / name), config):
             return True
-        return _has_disjoint_parts(directory, group, name, shapes_in)
+        return _has_disjoint_parts(directory, group, name, read_shapes)
     if group.first > 1 or not group.is_gapless:
         return False
-    shapes = shapes_in(root / name)
+    shapes = read_shapes(root / name)
     if shapes is None:
         return False
     if not _is_whole_model(shapes, config):
-        others = (shapes_in(root / each) for each in _some_others(group, name))
+        others = (read_shapes(root / each) for each in _some_others(group, name))
         if any(shapes.keys() & other.keys() for other in others if other is not None):
             return group.first == 0
-    return _has_disjoint_parts(directory, group, name, shapes_in)
+    return _has_disjoint_parts(directory, group, name, read_shapes)
 
 
 def _some_others(group: NameGroup, name: str) -> list[str]:
     return [each for each in group.names if each != name][:_MAX_OPENED]
 
 
-def _has_disjoint_parts(directory: Source, group: NameGroup, name: str, shapes_in: ShapeReader) -> bool:
+def _has_disjoint_parts(directory: Source, group: NameGroup, name: str, read_shapes: ShapeReader) -> bool:
     """Return True if a member has layers of the same model as another, but no tensor in common with it.
 
     Such a part may pass the check for a whole model: it can have a tensor of every layer and all sizes in the config.
     Two whole models have names in common.
     """
-    shapes = shapes_in(directory.location / name)
+    shapes = read_shapes(directory.location / name)
     if shapes is None:
         return False
     for each in _some_others(group, name):
-        others = shapes_in(directory.location / each)
+        others = read_shapes(directory.location / each)
         if others is not None and not shapes.keys() & others.keys() and _modules(shapes) & _modules(others):
             return True
     return False

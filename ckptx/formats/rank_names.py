@@ -37,14 +37,14 @@ _DIRECTORY_PART_WORDS = frozenset({
     "proc", "process", "slice", "split", "stage", "state", "weights", "worker",
 })  # fmt: skip
 
-_NumberKind = Literal["rank", "index of", "plain", "other"]
+_NumberKind = Literal["rank", "n_of_m", "plain", "other"]
 
 
 class _NameNumber(NamedTuple):
     """A number in a name.
 
     Attributes:
-        kind: "rank" after a word for a rank, "index of" for the N of "N of M", "other" for a step, version or size,
+        kind: "rank" after a word for a rank, "n_of_m" for the N of "N of M", "other" for a step, version or size,
             else "plain".
         value: Value of the number.
         word: Word before it in lower case; empty if there is none.
@@ -62,13 +62,13 @@ class NameGroup(NamedTuple):
 
     Attributes:
         names: All names, in the order of their numbers.
-        kind: "rank" for a number after a word for a rank, "index of" for "1 of 2", "plain" for other numbers.
+        kind: "rank" for a number after a word for a rank, "n_of_m" for the N of "N of M", "plain" for other numbers.
         first: The smallest number.
         is_gapless: True if no number between the smallest and the largest is missing.
     """
 
     names: tuple[str, ...]
-    kind: Literal["rank", "index of", "plain"]
+    kind: Literal["rank", "n_of_m", "plain"]
     first: int
     is_gapless: bool
 
@@ -83,7 +83,7 @@ def world_size_from_name(name: str) -> int | None:
 
 def file_count_from_name(name: str) -> int | None:
     """Return M > 1 for the name of file N of M ("model-00001-of-00002.safetensors"), or None."""
-    totals = [number.total or 0 for number in _numbers_in(_ENDING.sub("", name)) if number.kind == "index of"]
+    totals = [number.total or 0 for number in _numbers_in(_ENDING.sub("", name)) if number.kind == "n_of_m"]
     return max(totals, default=0) if max(totals, default=0) > 1 else None
 
 
@@ -145,12 +145,12 @@ def _parse_name(name: str) -> tuple[list[_NameNumber], str]:
 
 def _rank_positions(numbers: list[_NameNumber], directories: bool) -> list[int]:
     """Return the positions of numbers that may differ in a group; the first one determines its kind."""
-    indices_of_total = [position for position, number in enumerate(numbers) if number.kind == "index of"]
+    n_of_m_positions = [position for position, number in enumerate(numbers) if number.kind == "n_of_m"]
     ranks = [position for position, number in enumerate(numbers) if number.kind == "rank"]
     if ranks:
-        return [*ranks, *indices_of_total]
-    if indices_of_total:
-        return indices_of_total
+        return [*ranks, *n_of_m_positions]
+    if n_of_m_positions:
+        return n_of_m_positions
     plain = [position for position, number in enumerate(numbers) if number.kind == "plain"][-1:]
     return [position for position in plain if not directories or numbers[position].word in _DIRECTORY_PART_WORDS]
 
@@ -170,7 +170,7 @@ def _classify_number(stem: str, match: re.Match[str]) -> _NameNumber:
     if word_before in _RANK_WORDS or word_before.endswith("rank"):
         return _NameNumber("rank", value, word_before, None if total is None else int(total[1]))
     if total is not None:
-        return _NameNumber("index of", value, word_before, int(total[1]))
+        return _NameNumber("n_of_m", value, word_before, int(total[1]))
     is_size = after[:1].isalpha()  # 7b, 128k
     is_version = re.search(r"\d\.$", before) is not None or re.match(r"\.\d", after) is not None  # 3.1
     if word_before in _NON_RANK_WORDS or is_size or is_version or len(match[0]) > 9:

@@ -17,7 +17,7 @@ from ckptx.catalog.catalog import Catalog, CheckpointPart
 from ckptx.catalog.entry import ArchiveChunks, TensorEntry
 from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.errors import CkptxError, InputError, StorageFailure, UnsupportedError
+from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.fsdp import detect as fsdp
@@ -35,7 +35,7 @@ from ckptx.formats.rank_files import (
 )
 from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
-from ckptx.formats.sharding_info import files_with_offsets
+from ckptx.formats.sharding_info import files_with_sharding_info
 from ckptx.formats.sidecars import MANIFEST, list_sidecars, sidecars_of_file
 from ckptx.formats.unsupported import refuse_directory, refuse_file, refuse_in_tree
 from ckptx.mapping.names import is_optimizer, is_trainer_state
@@ -45,6 +45,7 @@ from ckptx.storage.local import LocalSource
 from ckptx.storage.staging_paths import is_in_staging_directory
 from ckptx.untrusted.limits import MAX_NAME_LENGTH, MAX_TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
+from ckptx.wording import counted
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged.
@@ -63,17 +64,21 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
         path: A local path, or a source of any storage.
 
     Raises:
+        ArgumentTypeError: `path` is neither a path nor a source.
         InputError: There is no checkpoint, or more than one, or it is corrupt or incomplete.
         UnsupportedError: Its format is not supported, or the path is a URL.
     """
     if isinstance(path, str | Path):
         refuse_remote(path)
         path = LocalSource(path)
+    elif not hasattr(path, "without_cache"):  # a protocol
+        raise ArgumentTypeError(f"path: {path!r} must be a string or a path")
     path = path.without_cache()
+    if path.read_kind() not in (None, EntryKind.BROKEN_LINK):
+        _refuse_unfinished(path)  # before the files in it, some of which are missing, are judged
     located = locate(path)
     source = located.source
-    if is_in_staging_directory(source.absolute_locations()[-1]):
-        raise InputError(f"{located.root}: an unfinished output of ckptx; run the conversion again with --resume")
+    _refuse_unfinished(source)
     listing = source.listing()
     identities = source.read_identities(
         name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name)
@@ -88,6 +93,16 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
     catalog.identities = {**identities, **catalog.identities}
     catalog.opened_from = path.location
     return catalog
+
+
+def _refuse_unfinished(source: Source) -> None:
+    """Refuse the hidden directory of a conversion that did not finish.
+
+    Raises:
+        InputError: The source is in such a directory.
+    """
+    if is_in_staging_directory(source.absolute_locations()[-1]):
+        raise InputError(f"{source.location}: an unfinished output of ckptx; run the conversion again with --resume")
 
 
 def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
@@ -141,7 +156,7 @@ def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
 
 
 def _header_metadata(catalog: Catalog, weights: str) -> dict[str, Any]:
-    """Return the metadata in the header of a safetensors file, or an empty dict."""
+    """Return `__metadata__` in the header of a safetensors file; empty without one, and for other files."""
     text = catalog.verbatim.get(weights, "")
     try:
         found = json.loads(text).get("__metadata__") if text and not weights.endswith(".json") else None
@@ -273,7 +288,7 @@ class _Relocation:
 
 
 def _optimizer_name(name: str) -> str:
-    """Return the name of a tensor of the second part, with the prefix `optimizer.` unless it is recognizable."""
+    """Return the name of a value of the second part: with the prefix `optimizer.`, unless the name shows its role."""
     return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
@@ -304,7 +319,10 @@ def locate(source: Source) -> LocatedCheckpoint:
         complete = complete_directories(source, list(candidates), read_shapes)
         listed = ", ".join(str(path / name) for name in complete[:8])
         more = f" and {len(complete) - 8} more" if len(complete) > 8 else ""
-        raise InputError(f"{path}: contains {len(candidates)} checkpoints; choose one: {listed}{more}")
+        part_count = len(candidates) - len(complete)
+        parts = f" and {counted(part_count, 'part')} of others, one per rank" if part_count else ""
+        advice = f"choose one: {listed}{more}" if len(complete) > 1 else f"pass {listed}"
+        raise InputError(f"{path}: contains {counted(len(complete), 'checkpoint')}{parts}; {advice}")
     refuse_in_tree(source, _SEARCH_LEVELS)
     if refusals:
         raise refusals[0]
@@ -319,7 +337,7 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     ranks = fsdp.locate_by_file(source, name)
     if ranks is not None:
         return ranks
-    if not (name.endswith(".safetensors") and files_with_offsets(source, [name])):
+    if not (name.endswith(".safetensors") and files_with_sharding_info(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return hf.locate_by_header(source, name)
@@ -344,7 +362,14 @@ def _locate_directory(source: Source) -> LocatedCheckpoint | None:
 def _find_candidates(
     source: Source, prefix: str, depth: int, refusals: list[UnsupportedError]
 ) -> Iterator[tuple[str, LocatedCheckpoint]]:
-    """Iterate over checkpoints in subdirectories, with their paths; a checkpoint is not searched for others."""
+    """Iterate over checkpoints in subdirectories, with their relative paths; a checkpoint is not searched for others.
+
+    Args:
+        source: The directory to search.
+        prefix: Relative path of `source`, which ends with a slash or is empty.
+        depth: Levels of subdirectories to search.
+        refusals: Receives the errors of subdirectories in unsupported formats.
+    """
     for name in source.listing().directories():
         if name.startswith("."):
             continue

@@ -18,6 +18,7 @@ from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.safetensors import MAX_HEADER, Header
 from ckptx.storage.interface import Source
+from ckptx.untrusted.json_text import nesting_error, number_error
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS_KEY = "saved_offsets"
@@ -30,7 +31,7 @@ def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any
 
     Raises:
         InputError: The text is not a JSON object.
-        UnsupportedError: A newer version of the format.
+        UnsupportedError: The record has another major version than `VERSION`.
     """
     version = metadata.get(VERSION_KEY, VERSION)
     if version.partition(".")[0] != VERSION.partition(".")[0]:
@@ -42,8 +43,14 @@ def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any
         return None
     try:
         info = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: {SHARDING_INFO} is not JSON ({error}); the file is corrupt") from error
+    except RecursionError as error:
+        raise nesting_error(where, "file") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{where}: {SHARDING_INFO} is not JSON ({error}); the file is corrupt, copy it again"
+        ) from error
+    except ValueError as error:  # Python refuses numbers of more than 4,300 digits
+        raise number_error(where, "file") from error
     if not isinstance(info, dict):
         raise InputError(
             f"{where}: {SHARDING_INFO} must be a JSON object, found a {type(info).__name__}; save it again"
@@ -93,7 +100,7 @@ def refuse_unknown_entries(info: Mapping[str, Any], where: str) -> None:
 def _offsets_error(offsets: object, name: str, shape: Shape, where: str) -> InputError:
     return InputError(
         f'{where}: {OFFSETS_KEY} of tensor "{name}" of shape {list(shape)} must be one integer per dim, found '
-        f"{offsets!s:.80}; the file is corrupt"
+        f"{offsets!s:.80}; the file is corrupt, copy it again"
     )
 
 
@@ -102,7 +109,7 @@ def contains_shards(header: Header, where: str) -> bool:
 
     Raises:
         InputError: The record is damaged, or lists other tensors than the file.
-        UnsupportedError: A newer version of the format.
+        UnsupportedError: See `read_sharding_info`.
     """
     info = read_sharding_info(header.metadata, where)
     if info is None:
@@ -116,10 +123,10 @@ def contains_shards(header: Header, where: str) -> bool:
     return has_offsets
 
 
-def files_with_offsets(source: Source, names: Iterable[str]) -> list[str]:
-    """Return the safetensors files among `names` whose headers record offsets, without parsing them.
+def files_with_sharding_info(source: Source, names: Iterable[str]) -> list[str]:
+    """Return the safetensors files among `names` whose headers contain DCP_SHARDING_INFO, without parsing them.
 
-    A damaged file counts as one without offsets; the error is raised when it is opened.
+    The recorded offsets may all be 0. A damaged file counts as one without the record; opening it raises the error.
 
     Raises:
         InputError: A file cannot be read.

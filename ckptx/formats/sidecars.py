@@ -49,9 +49,20 @@ _REPOSITORY_FILE = re.compile(
 QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
 
 
-def is_known_sidecar(base: str) -> bool:
-    """Return True if a file name is usual in model repositories."""
-    return _MODEL_FILE.fullmatch(base) is not None or _REPOSITORY_FILE.fullmatch(base) is not None
+_TOKENIZER_FILE = re.compile(
+    r"(tokenizer|tokenization)[\w.-]*\.(json|model|txt|py)|(vocab|sentencepiece|spiece)[\w.-]*\.(txt|model|json|bpe)|"
+    r"tekken\.json|[\w.-]+\.tiktoken"
+)
+
+
+def is_tokenizer_file(base_name: str) -> bool:
+    """Return True if a file name (without directory) is that of a tokenizer."""
+    return _TOKENIZER_FILE.fullmatch(base_name) is not None
+
+
+def is_known_sidecar(base_name: str) -> bool:
+    """Return True if a file name (without directory) is usual in model repositories."""
+    return _MODEL_FILE.fullmatch(base_name) is not None or _REPOSITORY_FILE.fullmatch(base_name) is not None
 
 
 class SidecarFiles(NamedTuple):

@@ -165,11 +165,7 @@ def is_unsupported_weights(name: str) -> bool:
 
 
 def kind_of_names(names: Collection[str]) -> tuple[UnsupportedKind, list[str]] | None:
-    """Return the unsupported format of the names in a directory, and the names that match it.
-
-    Returns:
-        None if no name matches.
-    """
+    """Return the unsupported format of the names in a directory, and the names that match it; None if none matches."""
     for pattern, kind in _compiled_kinds():
         found = sorted(name for name in names if pattern.fullmatch(name))
         if found:

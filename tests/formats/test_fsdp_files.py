@@ -101,7 +101,7 @@ SYSTEM = FunctionCall(Name("posix", "mkdir"), ("was-executed",))
 MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a rank without a file": (
         files(lambda root: (root / name_of(1)).unlink()),
-        r"1 of 2 FSDP files are missing \(model_world_size_2_rank_1.pt\)",
+        r"1 of 2 per-rank FSDP files are missing \(model_world_size_2_rank_1.pt\)",
     ),
     "a copied file": (
         files(lambda root: shutil.copy(root / name_of(0), root / name_of(1))),
@@ -117,7 +117,7 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "files of two world sizes": (
         files(lambda root: shutil.copy(root / name_of(0), root / name_of(0, 1))),
-        "contains FSDP files of 2 world sizes; choose one by passing a file of it: model_world_size_1_rank_0.pt, model",
+        "contains per-rank FSDP files of 2 world sizes; choose one by passing a file of it: model_world_size_1_rank_0.",
     ),
     "a truncated file": (files(lambda root: truncate(root / name_of(1))), "rank_1.pt: "),
     "an empty file": (files(lambda root: (root / name_of(1)).write_bytes(b"")), "rank_1.pt: not a torch archive"),

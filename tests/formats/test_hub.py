@@ -57,11 +57,19 @@ def offline(source: str, cache: Path) -> str:
 
 def test_offline_looks_into_the_cache_alone(tmp_path: Path) -> None:
     said = offline("org/name", tmp_path)
-    assert said.startswith("org/name: no such path, and not in the Hub cache (offline)")
-    assert "\n" not in said
+    advice = "download it first (hf download org/name)"
+    assert said == f"org/name: no such path, and not in the Hub cache (HF_HUB_OFFLINE is set); {advice}"
     snapshot = tmp_path / "models--org--name" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "models--org--name" / "refs").mkdir()
     (tmp_path / "models--org--name" / "refs" / "main").write_text("a" * 40)
     assert offline("org/name", tmp_path) == str(snapshot)
+
+
+def test_a_missing_file_of_a_directory_is_not_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-dcp").mkdir()
+    assert offline("model-dcp/missing", tmp_path / "cache") == (
+        "model-dcp/missing: no such file or directory in model-dcp, and not in the Hub cache (HF_HUB_OFFLINE is set)"
+    )

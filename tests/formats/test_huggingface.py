@@ -63,6 +63,10 @@ def test_an_index_that_agrees(two: MemoryPath) -> None:
         pytest.param(ALL | {"w": "c.safetensors"}, "c.safetensors: no such file", id="missing shard"),
         pytest.param({"x": "../a.safetensors"}, "leads out of the checkpoint", id="climbs out"),
         pytest.param({"x": "/a.safetensors"}, "leads out of the checkpoint", id="absolute"),
+        pytest.param(
+            {"x": "config.json"}, r'index\.json: lists the file "config\.json", .*correct the index', id="config"
+        ),
+        pytest.param({"x": "."}, r'index\.json: lists the file "\.", .*; correct the index', id="directory"),
         pytest.param({}, "weight_map is empty", id="empty"),
     ],
 )
@@ -76,6 +80,12 @@ def test_a_tensor_in_two_files(two: MemoryPath) -> None:
     write_safetensors(two / "b.safetensors", {"z": value("F32", 2), "x": value("F32", 2)})
     write_index(two, ALL)
     with pytest.raises(InputError, match=r'"x" is in both a\.safetensors and b\.safetensors; remove one'):
+        open_huggingface(two, INDEX_FILE)
+
+
+def test_one_file_under_two_spellings(two: MemoryPath) -> None:
+    write_index(two, ALL | {"x": "./a.safetensors"})
+    with pytest.raises(InputError, match=r"the index names one file twice, as \S+ and \S+; correct the index"):
         open_huggingface(two, INDEX_FILE)
 
 

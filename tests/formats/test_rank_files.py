@@ -256,7 +256,7 @@ def test_a_whole_model_beside_parts_is_offered_alone(tmp_path: Path) -> None:
     for rank in range(2):
         write_hf(tmp_path / f"rank_{rank}", by_tensor_parallel(rank, 2))
     write_hf(tmp_path / "final", WHOLE)
-    with pytest.raises(InputError, match=r"choose one: \S*final$"):
+    with pytest.raises(InputError, match=r"contains 1 checkpoint and 2 parts of others, one per rank; pass \S*final$"):
         open_checkpoint(tmp_path)
 
 

@@ -224,6 +224,21 @@ def test_an_unfinished_output(place: MemoryPath) -> None:
     refused(place, InputError, "no checkpoint found")
 
 
+@pytest.mark.parametrize("missing", [[], ["-00002"], ["-00001", "-00002", "-00003"]])
+def test_an_unfinished_output_of_several_files(place: MemoryPath, missing: list[str]) -> None:
+    """The index is written last."""
+    tree = place / ".out.ckptx-partial" / "tree"
+    write_hf(tree, llama(), shards=3)
+    (tree / INDEX).unlink()
+    for number in missing:
+        (tree / f"model{number}-of-00003.safetensors").unlink()
+    for path in (tree, tree.parent):
+        refused(path, InputError, "an unfinished output of ckptx; run the conversion again with --resume")
+    with pytest.raises(InputError) as caught:
+        open_checkpoint(place / ".absent.ckptx-partial")
+    assert "unfinished" not in str(caught.value)
+
+
 def test_a_checkpoint_without_tensors(place: MemoryPath) -> None:
     write_safetensors(place / SINGLE, {})
     refused(place, InputError, "contains no tensors")

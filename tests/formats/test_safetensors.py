@@ -85,7 +85,7 @@ def test_names_in_any_script() -> None:
         pytest.param(framed('{"a"'), "not JSON", id="half an object"),
         pytest.param(framed("{} x"), "not JSON", id="something after it"),
         pytest.param(framed(b'{"\xff": 1}'), "not JSON", id="not UTF-8"),
-        pytest.param(framed("[" * 100_000), "not JSON|not a JSON object", id="deep as a well"),
+        pytest.param(framed("[" * 100_000), "not JSON|not a JSON object|nested deeper", id="deep as a well"),
         pytest.param(framed({"a": 1}), "lacks one of", id="a number for a tensor"),
         pytest.param(framed({"a": None}), "lacks one of", id="null for a tensor"),
         pytest.param(framed({"a": []}), "lacks one of", id="a list for a tensor"),
@@ -106,8 +106,8 @@ def test_names_in_any_script() -> None:
         pytest.param(spoiled(data_offsets=[-12, 0]), "data_offsets", id="begins before the data"),
         pytest.param(spoiled(data_offsets=[0.0, 12.0]), "data_offsets", id="offsets with points"),
         pytest.param(spoiled(data_offsets=[False, 12]), "data_offsets", id="an offset that is false"),
-        pytest.param(spoiled(data_offsets=[4, 16]), "overlaps|hole", id="overlaps the next"),
-        pytest.param(spoiled(data_offsets=[16, 28]), "overlaps|hole", id="two at one place"),
+        pytest.param(spoiled(data_offsets=[4, 16]), "overlaps|gap", id="overlaps the next"),
+        pytest.param(spoiled(data_offsets=[16, 28]), "overlaps|gap", id="two at one place"),
         pytest.param(spoiled(dtype="F4", shape=[3]), "whole bytes", id="half a byte"),
     ],
 )
@@ -118,17 +118,17 @@ def test_a_spoiled_file_is_refused(data: bytes, said: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_hole_before_a_tensor() -> None:
+def test_a_gap_before_a_tensor() -> None:
     rows = header({"a": value("F32", 1), "b": value("F32", 1)})
     rows["b"]["data_offsets"] = [8, 12]
-    with pytest.raises(InputError, match=r'tensor "b" begins at byte \d+, expected \d+; it leaves a hole'):
+    with pytest.raises(InputError, match=r'tensor "b" begins at byte \d+, expected \d+; it leaves a gap'):
         parse(framed(rows, bytes(12)))
 
 
-def test_a_hole_before_the_first_tensor() -> None:
+def test_a_gap_before_the_first_tensor() -> None:
     rows = header({"a": value("F32", 1)})
     rows["a"]["data_offsets"] = [4, 8]
-    with pytest.raises(InputError, match="leaves a hole"):
+    with pytest.raises(InputError, match="leaves a gap"):
         parse(framed(rows, bytes(8)))
 
 

@@ -153,5 +153,7 @@ def test_cuts_across_each_other_are_checked_up_to_a_limit(turned: bool) -> None:
     assert fault is not None and fault.kind == "gap"
     shape, regions = bricks(3000)
     began = time.process_time()
-    assert find_coverage_fault(shape, regions) == (None if turned else CoverageFault("tangle", full_region(shape)))
+    assert find_coverage_fault(shape, regions) == (
+        None if turned else CoverageFault("unverifiable", full_region(shape))
+    )
     assert time.process_time() - began < 3

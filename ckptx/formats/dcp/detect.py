@@ -17,7 +17,7 @@ _PART_DIRECTORIES = (
 )  # fmt: skip
 
 
-def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
+def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
     """Find a DCP in one directory or two; next to an optimizer DCP the model may be in sharded safetensors."""
     listing = source.listing()
     if listing.has(_METADATA):
@@ -25,7 +25,7 @@ def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     for model, optimizer in _PART_DIRECTORIES:
         if not listing.is_file(f"{optimizer}/{_METADATA}"):
             continue
-        if listing.is_file(f"{model}/{_METADATA}") or _has_shards(source, model, shapes_in):
+        if listing.is_file(f"{model}/{_METADATA}") or _has_shards(source, model, read_shapes):
             return LocatedCheckpoint(source, "dcp", (model, optimizer))
     return None
 
@@ -43,11 +43,11 @@ def refuse_interrupted(source: Source) -> None:
         )
 
 
-def _has_shards(source: Source, name: str, shapes_in: ShapeReader) -> bool:
+def _has_shards(source: Source, name: str, read_shapes: ShapeReader) -> bool:
     if not source.listing().is_directory(name):
         return False
     directory = source.with_location(source.location / name)
     if any(map(is_shard, directory.listing())):
         return True
-    weights = detect_weights(directory, shapes_in)
+    weights = detect_weights(directory, read_shapes)
     return weights is not None and weights.kind == "sharded"

@@ -48,7 +48,10 @@ def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
         UnsupportedError: torch lacks the dtype, or the last dim of a packed dtype has an odd size.
     """
     if dtype.torch_name is None:
-        raise UnsupportedError(f'tensor "{name}" has dtype {dtype}, which torch lacks; a DCP cannot hold it')
+        raise UnsupportedError(
+            f'tensor "{name}" has dtype {dtype}, which torch lacks, so that a DCP cannot hold it; '
+            "write safetensors instead"
+        )
     if dtype.pack == 1:
         return shape
     if not shape or shape[-1] % dtype.pack:

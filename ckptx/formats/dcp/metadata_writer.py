@@ -104,7 +104,7 @@ def pickle_metadata(
         else:
             write(known_code)
     for fqn in objects:
-        write(emitter.text(fqn) + emitter.glob(METADATA_MODULE, BYTES_CLASS) + b")\x81")
+        write(emitter.text(fqn) + emitter.global_reference(METADATA_MODULE, BYTES_CLASS) + b")\x81")
     write(b"u" + emitter.text("planner_data"))
     if planner_data is None:
         names = [emitter.text(fqn) for fqn in (*tensors, *objects)]
@@ -123,20 +123,20 @@ def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitt
     entry_codes = _StorageEntryCodes(emitter)
     # By `id` of chunks, files and lengths, which live as long as the catalog.
     known_shardings: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}
-    for each in storage:
-        name = key + emitter.text(each.fqn)
-        if isinstance(each, StorageEntry):
-            begin, end = entry_codes.surrounding_codes(each.chunk_index, each.offsets, each.location)
-            yield name + begin + pickled_int(each.location.offset) + end
+    for entry in storage:
+        name = key + emitter.text(entry.fqn)
+        if isinstance(entry, StorageEntry):
+            begin, end = entry_codes.surrounding_codes(entry.chunk_index, entry.offsets, entry.location)
+            yield name + begin + pickled_int(entry.location.offset) + end
             continue
-        _, chunks, files, offsets, lengths = each
+        _, chunks, files, offsets, lengths = entry
         sharding = (id(chunks), id(files), id(lengths))
         known_codes = known_shardings.get(sharding)
         if known_codes is None:
-            for begin, end, offset in entry_codes.sharding_codes(each):
+            for begin, end, offset in entry_codes.sharding_codes(entry):
                 yield name + begin + pickled_int(offset) + end
             # Emitted again, because the codes are shorter now, as in `pickle_metadata`.
-            known_shardings[sharding] = [(begin, end) for begin, end, _ in entry_codes.sharding_codes(each)]
+            known_shardings[sharding] = [(begin, end) for begin, end, _ in entry_codes.sharding_codes(entry)]
             continue
         codes: list[bytes] = []
         previous_offset, offset_code = -1, b""
@@ -230,32 +230,40 @@ class PickleEmitter:
         size = b"\x8c%c" % len(data) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
         return self._memoize(value, size + data)
 
-    def glob(self, module: str, name: str) -> bytes:
+    def global_reference(self, module: str, name: str) -> bytes:
         key = (module, name)
         return self.memo.get(key) or self._memoize(key, self.text(module) + self.text(name) + b"\x93")
 
     def head(self) -> bytes:
         """Return the opcodes before the first tensor. They push repeated names and pop them again to fill the memo."""
-        names = [self.glob(module, name) for module, name in _CLASSES] + [self.text(name) for name in _FIELDS]
+        names = [self.global_reference(module, name) for module, name in _CLASSES] + [
+            self.text(name) for name in _FIELDS
+        ]
         begin = self.new(METADATA_MODULE, "Metadata") + self.text("state_dict_metadata") + b"}("
         return b"\x80\x04" + b"".join([name + b"0" for name in names]) + begin
 
     def new(self, module: str, name: str) -> bytes:
         """Return the opcodes that open an instance and its fields; `ub` closes both."""
-        return self.glob(module, name) + b")\x81}("
+        return self.global_reference(module, name) + b")\x81}("
 
     def size(self, shape: Shape) -> bytes:
         return self.memo.get(shape) or self._memoize(
-            shape, self.glob("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
+            shape, self.global_reference("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
         )
 
     def properties(self, dtype: str) -> bytes:
         key = ("properties", dtype)
         known = self.memo.get(key)
         if known is None:
-            build = self.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + self.glob("torch", dtype)
-            build += self.glob("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
-            build += self.glob(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
+            build = (
+                self.global_reference(METADATA_MODULE, "TensorProperties")
+                + b")\x81("
+                + self.global_reference("torch", dtype)
+            )
+            build += (
+                self.global_reference("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
+            )
+            build += self.global_reference(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
             known = self._memoize(key, build)
         return known
 

@@ -71,10 +71,10 @@ _INDEX = _WRITER.text("index")
 _OFFSET = _WRITER.text("offset")
 _FILE = b"ub" + _WRITER.new(FILESYSTEM_MODULE, "_StorageInfo") + _WRITER.text("relative_path")
 _LENGTH = _WRITER.text("length")
-_TORCH_SIZE = _WRITER.glob("torch", "Size")
-_DTYPE = _WRITER.glob(METADATA_MODULE, "TensorProperties") + b")\x81(" + _WRITER.text("torch")
-_LAYOUT = b"\x93\x94" + _WRITER.glob("torch.serialization", "_get_layout")
-_MEMORY_FORMAT = b"\x85R\x89" + _WRITER.glob(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
+_TORCH_SIZE = _WRITER.global_reference("torch", "Size")
+_DTYPE = _WRITER.global_reference(METADATA_MODULE, "TensorProperties") + b")\x81(" + _WRITER.text("torch")
+_LAYOUT = b"\x93\x94" + _WRITER.global_reference("torch.serialization", "_get_layout")
+_MEMORY_FORMAT = b"\x85R\x89" + _WRITER.global_reference(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
 _ANY_CLASS = object()  # stands for any class in the memo
 _BYTES_OBJECT = _WRITER.text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(BYTES_CLASS), BYTES_CLASS.encode())
 _INITIAL_MEMO = {code: key if isinstance(key, str) else _ANY_CLASS for key, code in _WRITER.memo.items()}
@@ -152,7 +152,7 @@ class _StorageEntry(NamedTuple):
 
 
 class _OwnMetadataReader:
-    """Parses the bytes in one pass; `_position` is the position, `_memo` maps references to values."""
+    """Reader that parses the bytes in one pass; `_memo` maps memo references to values."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._position = data, len(_HEAD)
@@ -168,8 +168,8 @@ class _OwnMetadataReader:
         self._memoize("storage_data")
         locations = self._read_chunk_locations(tensors, references)
         object_locations = {
-            name: self._read_object_location(code)
-            for name, code in zip(objects, references[len(tensors) :], strict=True)
+            name: self._read_object_location(reference)
+            for name, reference in zip(objects, references[len(tensors) :], strict=True)
         }
         self._expect(b"u\x8c\x0cstorage_meta\x94N\x8c\x07version\x94\x8c\x051.0.0\x94ub.")
         return LocatedMetadata(tensors, locations, object_locations, planner_data)
@@ -233,28 +233,28 @@ class _OwnMetadataReader:
         """Read the locations of all chunks: one entry each, in the order of the tensors and of their chunks."""
         locations: dict[str, ChunkLocations] = {}
         known: dict[int, _RepeatedEntries | None] = {}  # by `id`: equal tensors are one object
-        for (fqn, tensor), name in zip(tensors.items(), references, strict=False):  # objects follow
+        for (fqn, tensor), reference in zip(tensors.items(), references, strict=False):  # objects follow
             repeated = known.get(id(tensor))
-            offsets = None if repeated is None else self._read_repeated_offsets(name, repeated)
+            offsets = None if repeated is None else self._read_repeated_offsets(reference, repeated)
             if repeated is None or offsets is None:
-                known[id(tensor)], locations[fqn] = self._read_tensor_entries(name, tensor)
+                known[id(tensor)], locations[fqn] = self._read_tensor_entries(reference, tensor)
             else:
                 locations[fqn] = ChunkLocations(repeated.files, offsets, repeated.lengths)
         return locations
 
-    def _read_object_location(self, name: bytes) -> StorageInfo:
-        """Read the location of an object."""
-        entry = self._read_entry(name)
+    def _read_object_location(self, reference: bytes) -> StorageInfo:
+        """Read the location of the object with this memo reference to its name."""
+        entry = self._read_entry(reference)
         if entry.chunk_offsets is not None:
             raise _UnexpectedForm
         return StorageInfo(entry.file, entry.offset, entry.length)
 
     def _read_tensor_entries(
-        self, name: bytes, tensor: TensorMetadata
+        self, reference: bytes, tensor: TensorMetadata
     ) -> tuple[_RepeatedEntries | None, ChunkLocations]:
         """Read the entries of a tensor; the first result is None if they add to the memo, so that no others match."""
         memo_size = len(self._memo)
-        entries = [self._read_entry(name) for _ in tensor.chunks]
+        entries = [self._read_entry(reference) for _ in tensor.chunks]
         if any(entry.chunk_offsets is not region.offsets for entry, region in zip(entries, tensor.chunks, strict=True)):
             raise _UnexpectedForm
         offsets = [entry.offset for entry in entries]
@@ -265,7 +265,7 @@ class _OwnMetadataReader:
         repeated = _RepeatedEntries.from_entries(entries)
         return repeated, ChunkLocations(repeated.files, offsets, repeated.lengths)
 
-    def _read_repeated_offsets(self, name: bytes, repeated: _RepeatedEntries) -> Sequence[int] | None:
+    def _read_repeated_offsets(self, reference: bytes, repeated: _RepeatedEntries) -> Sequence[int] | None:
         """Read the offsets of entries that otherwise equal those of another tensor; None if they differ in more."""
         data, position, struct = self._data, self._position, repeated.struct
         if len(data) - position >= struct.size:
@@ -274,17 +274,18 @@ class _OwnMetadataReader:
             if (
                 values[::4] == repeated.codes_before_names
                 and values[2::4] == repeated.codes_after_names
-                and values[1::4].count(name) == len(offsets)
+                and values[1::4].count(reference) == len(offsets)
                 and max(offsets) < 1 << 31
                 and repeated.max_length < 1 << 62  # so the end of a block is below 2**63, the limit of file positions
             ):
                 self._position = position + struct.size
                 return offsets
-        return self._read_offsets_of_any_length(name, repeated)
+        return self._read_offsets_of_any_length(reference, repeated)
 
-    def _read_offsets_of_any_length(self, name: bytes, repeated: _RepeatedEntries) -> list[int] | None:
+    def _read_offsets_of_any_length(self, reference: bytes, repeated: _RepeatedEntries) -> list[int] | None:
+        """Do the same as `_read_repeated_offsets`, for references and offsets that do not take four bytes each."""
         data, position = self._data, self._position
-        expected_start, end = _ENTRY + name, b""
+        expected_start, end = _ENTRY + reference, b""
         offsets = []
         for begin, end in repeated.codes:
             head = expected_start + begin
@@ -297,15 +298,15 @@ class _OwnMetadataReader:
             else:
                 offset, position = self._integer_at(position)
                 offsets.append(offset)
-            expected_start = end + _ENTRY + name
+            expected_start = end + _ENTRY + reference
         if not data.startswith(end, position) or max(offsets) + repeated.max_length >= 1 << 63:
             return None
         self._position = position + len(end)
         return offsets
 
-    def _read_entry(self, name: bytes) -> _StorageEntry:
-        """Read one entry of `storage_data`, of a chunk or an object."""
-        self._expect(_ENTRY + name)
+    def _read_entry(self, reference: bytes) -> _StorageEntry:
+        """Read one entry of `storage_data`, of a chunk or an object; `reference` is the memo reference to its name."""
+        self._expect(_ENTRY + reference)
         start, chunk_offsets = self._position, None
         self._expect(_INDEX)
         if self._data[self._position] == _NONE:

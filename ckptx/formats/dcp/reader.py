@@ -225,7 +225,7 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
     fault = find_coverage_fault(shape, regions)
     if fault is None:
         return
-    if fault.kind == "tangle":
+    if fault.kind == "unverifiable":
         raise UnsupportedError(
             f"{where} of shape {list(shape)}: its {len(regions)} chunks are split at too many positions to be checked; "
             "save it sharded along a device mesh"
@@ -302,7 +302,7 @@ def locate_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False)
             chunks = entry.chunks
             if type(chunks) is LazyChunks:
                 if not lazy:
-                    assert chunks.parsed_chunks
+                    _ = chunks.parsed_chunks  # parses the archives
             elif lazy and type(chunks) is ArchiveChunks and expected_lengths.match(entry.dtype, chunks):
                 chunks = LazyChunks(chunks, archive_frame, partial(_locate_all, entry, files))
             else:

@@ -1,1 +1,1 @@
-"""FSDP state dicts that every rank saved with `torch.save`: many archives, one checkpoint (verl)."""
+"""Per-rank FSDP files: state dicts that every rank saved with `torch.save`, which are one checkpoint (verl)."""

@@ -1,4 +1,4 @@
-"""Find the FSDP files of all ranks in a directory, by their names."""
+"""Find per-rank FSDP files in a directory, by their names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from ckptx.formats.rank_files import ShapeReader
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
-    """Find `model_world_size_W_rank_R.pt`.
+def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
+    """Find verl's `model_world_size_W_rank_R.pt`, one file per rank.
+
+    Args:
+        source: Files of the directory.
+        read_shapes: Unused; part of the interface of all detectors.
+
+    Returns:
+        The files, or None if there are none.
 
     Raises:
         InputError: The directory contains files of several world sizes.
@@ -20,8 +27,8 @@ def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
     if len(sizes) > 1:
         examples = ", ".join(min(each for each in found if each.world_size == size).name for size in sizes[:4])
         raise InputError(
-            f"{source.location}: contains FSDP files of {len(sizes)} world sizes; choose one by passing a file of it: "
-            f"{examples}"
+            f"{source.location}: contains per-rank FSDP files of {len(sizes)} world sizes; choose one by passing a "
+            f"file of it: {examples}"
         )
     return _located_checkpoint(source, found) if found else None
 

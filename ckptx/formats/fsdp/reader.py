@@ -1,4 +1,4 @@
-"""Open the FSDP files of all ranks as one checkpoint.
+"""Open per-rank FSDP files as one checkpoint.
 
 Every file contains every name. A DTensor or ShardedTensor records the region of its rank, a plain tensor is the whole;
 regions on several ranks are replicas, which are compared when the tensor is read. Only the zip directory and the pickle
@@ -45,18 +45,18 @@ def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
         InputError: A rank has no file, a file is damaged or of another save, or the ranks do not cover a tensor.
         UnsupportedError: A file contains more than named dense tensors, or FSDP1's flat parameters without names.
     """
-    files = [found for name in names if (found := parse_rank_file(name)) is not None]
-    _check_ranks(source, files)
+    rank_files = [found for name in names if (found := parse_rank_file(name)) is not None]
+    _check_ranks(source, rank_files)
     catalog = Catalog(source.location, "fsdp", {}, storage=source)
     state_dicts = _StateDicts()
     with without_garbage_collection():
-        for file in files:
-            with source.open() as opened:
-                identity = opened.identity(file.name)
+        for file in rank_files:
+            with source.open() as files:
+                identity = files.identity(file.name)
                 catalog.files[file.name], catalog.identities[file.name] = identity.nbytes, identity
-                state_dicts.add(opened, file)
+                state_dicts.add(files, file)
         catalog.tensors = state_dicts.tensors(str(source.location))
-    catalog.notes.extend(_state_file_notes(source, files))
+    catalog.notes.extend(_state_file_notes(source))
     return catalog
 
 
@@ -69,14 +69,15 @@ def _check_ranks(source: Source, files: Sequence[RankFile]) -> None:
     world_size = files[0].world_size
     if world_size > MAX_RANKS:
         raise InputError(
-            f"{source.location}: FSDP files of {world_size:,} ranks, the limit is {MAX_RANKS:,}; check the file names"
+            f"{source.location}: per-rank FSDP files of {world_size:,} ranks, the limit is {MAX_RANKS:,}; "
+            "check the file names"
         )
     ranks = {file.rank for file in files}
     missing = [RankFile(world_size, rank).name for rank in islice(_missing_ranks(ranks, world_size), 4)]
     if missing:
         more = f" and {world_size - len(ranks) - 3} more" if len(missing) > 3 else ""
         raise InputError(
-            f"{source.location}: {world_size - len(ranks)} of {world_size} FSDP files are missing "
+            f"{source.location}: {world_size - len(ranks)} of {world_size} per-rank FSDP files are missing "
             f"({', '.join(missing[:3])}{more}); copy them from the machines that wrote them"
         )
     if not source.listing().has(_CONFIG):
@@ -95,7 +96,7 @@ def _missing_ranks(ranks: set[int], world_size: int) -> Iterator[int]:
     return (rank for rank in range(world_size) if rank not in ranks)
 
 
-def _state_file_notes(source: Source, files: Sequence[RankFile]) -> Iterator[str]:
+def _state_file_notes(source: Source) -> Iterator[str]:
     """Yield notes about optimizer and trainer state files, which are not converted."""
     state = [name for name in source.listing() if re.fullmatch(STATE_FILE_PATTERN, name)]
     optimizer = [name for name in state if name.startswith("optim")]
@@ -151,7 +152,8 @@ class _StateDicts:
                 payload = locate_tensor(local, archive.records, subject)
                 if payload.dtype.pack > 1:
                     raise UnsupportedError(
-                        f"{subject}: dtype {payload.dtype.torch_name} is not supported in FSDP files; save it as a DCP"
+                        f"{subject}: dtype {payload.dtype.torch_name} is not supported in per-rank FSDP files; "
+                        "save it as a DCP"
                     )
                 dtype = payload.dtype
                 location = payload.data_offset, payload.nbytes, payload.strides, payload.record
@@ -201,7 +203,7 @@ class _StateDicts:
                 problem = (
                     "no rank has elements of it" if fault is None else _COVERAGE_FAULTS[fault.kind].format(fault.region)
                 )
-                raise InputError(f"{subject}: {problem}; the files are damaged or of different saves")
+                raise InputError(f"{subject}: {problem}; the files are damaged or of different saves, copy them again")
             if 0 in shape:
                 chunks, replicas = (chunks[0]._replace(region=full_region(shape)),), ()
             entries[name] = TensorEntry(name, dtype, shape, chunks, replicas)
@@ -212,7 +214,7 @@ _COVERAGE_FAULTS = {
     "gap": "no rank has {}",
     "overlap": "shards of several ranks overlap at {}",
     "outside": "the shard {} of a rank is out of bounds",
-    "tangle": "its shards are split at too many positions to be checked, at {}",
+    "unverifiable": "its shards are split at too many positions to be checked, at {}",
 }
 
 

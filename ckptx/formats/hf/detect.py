@@ -9,7 +9,7 @@ from ckptx.errors import InputError
 from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE, open_huggingface, parse_index, read_text
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapeReader, complete_files
-from ckptx.formats.sharding_info import files_with_offsets
+from ckptx.formats.sharding_info import files_with_sharding_info
 from ckptx.formats.unsupported import kind_of_name
 from ckptx.storage.interface import Source
 from ckptx.untrusted.limits import MAX_INDEX_BYTES
@@ -19,31 +19,31 @@ _FSDP_BIN = "pytorch_model_fsdp.bin"  # the whole state dict, as accelerate save
 WHOLE_CHECKPOINT_NAMES = frozenset({SINGLE_FILE, _BIN, _FSDP_BIN})  # files that are a whole checkpoint
 
 
-def detect_weights(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
+def detect_weights(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
     """Find the HF weights of a directory.
 
     Args:
         source: The directory.
-        shapes_in: Opens a file next to others, to distinguish one rank's part from a whole model.
+        read_shapes: Reads the shapes of the tensors in a file, to distinguish one rank's part from a whole model.
 
     Raises:
         InputError: There are several checkpoints in the directory.
         UnsupportedError: The files are parts of one checkpoint, written per rank.
     """
     listing = source.listing()
-    single, index = listing.has(SINGLE_FILE), listing.has(INDEX_FILE)
+    has_single_file, has_index = listing.has(SINGLE_FILE), listing.has(INDEX_FILE)
     if (
-        single
-        and index
+        has_single_file
+        and has_index
         and SINGLE_FILE not in source.read_small(INDEX_FILE, MAX_INDEX_BYTES).decode("utf-8", "replace")
     ):
         raise InputError(
             f"{source.location}: has both {SINGLE_FILE} and {INDEX_FILE}, which does not list it, and loaders disagree "
             "on which to use; pass one of them as SRC"
         )
-    if index:
+    if has_index:
         return LocatedCheckpoint(source, "huggingface", (INDEX_FILE,))
-    if single:
+    if has_single_file:
         return locate_by_header(source, SINGLE_FILE)
     for name in (_BIN_INDEX, _BIN, _FSDP_BIN):
         if listing.has(name):
@@ -52,13 +52,13 @@ def detect_weights(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint 
     if len(indexes) == 1:
         return LocatedCheckpoint(source, "huggingface", (indexes[0],))
     files = [name for name in listing if name.endswith(".safetensors")]
-    if not indexes and files_with_offsets(source, files):
+    if not indexes and files_with_sharding_info(source, files):
         return LocatedCheckpoint(source, "sharded", (".",))
     candidates = indexes or [name for name in files if kind_of_name(name) is None]
     if not candidates:
         return None
     if len(candidates) > 1:
-        candidates = complete_files(source, candidates, shapes_in)
+        candidates = complete_files(source, candidates, read_shapes)
         raise InputError(
             f"{source.location}: no model.safetensors or index, but {', '.join(candidates[:8])}; choose one "
             "and pass it as SRC"
@@ -73,7 +73,7 @@ def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     model.safetensors, unless other files in the directory record offsets, too.
     """
     single_file = LocatedCheckpoint(source, "huggingface", (weights,))
-    if weights.endswith(".json") or not files_with_offsets(source, [weights]):
+    if weights.endswith(".json") or not files_with_sharding_info(source, [weights]):
         return single_file
     other_names = [name for name in source.listing() if name != weights]
     for index in other_names:
@@ -81,7 +81,7 @@ def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
             listed = parse_index(read_text(source, index, MAX_INDEX_BYTES), source.location / index).values()
             if weights in listed and open_huggingface(source, index) is not None:
                 return single_file
-    if weights != SINGLE_FILE or files_with_offsets(
+    if weights != SINGLE_FILE or files_with_sharding_info(
         source, [name for name in other_names if name.endswith(".safetensors")]
     ):
         return LocatedCheckpoint(source, "sharded", (".",))

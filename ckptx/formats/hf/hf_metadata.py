@@ -1,22 +1,24 @@
-"""`.hf_metadata/` and `huggingface/`: HF files that NeMo Automodel and verl write next to their shards.
+"""`.hf_metadata/` and `huggingface/`: HF files that NeMo AutoModel and verl write next to their shards.
 
     config.json, tokenizer, custom code            to be copied into an HF checkpoint
     fqn_to_file_index_mapping.json                 {NAME: number of its file in the original checkpoint, from 1 on}
     fqn_to_dtype_mapping.json                      {NAME: its safetensors dtype there}; optional
 
-Only Automodel writes the two mappings.
+Only AutoModel writes the two mappings.
 Source: `nemo_automodel/components/checkpoint/addons.py`, `verl/utils/checkpoint/fsdp_checkpoint_manager.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.entry import Sidecar
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.sidecars import list_sidecars
 from ckptx.storage.interface import Source, local_path
@@ -63,6 +65,18 @@ def config_source(catalog: Catalog) -> Source:
     """Return the directory with the config of a checkpoint, and with its custom model code if there is any."""
     found = find_hf_metadata(catalog)
     return found if found is not None and found.listing().has(_CONFIG) else catalog.source
+
+
+@contextmanager
+def name_config_in_errors(catalog: Catalog) -> Iterator[None]:
+    """Let errors about `config.json` name the directory of the config of a checkpoint."""
+    try:
+        yield
+    except CkptxError as error:
+        message = str(error)
+        if not message.startswith(f"{_CONFIG}: "):
+            raise
+        raise type(error)(f"{config_source(catalog).location / _CONFIG}{message.removeprefix(_CONFIG)}") from error
 
 
 def local_config_directory(catalog: Catalog) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptx.errors import EnvironmentProblem, InputError
-from ckptx.storage.files import state_of
+from ckptx.storage.files import read_status
 from ckptx.untrusted.remote_name import refuse_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -58,12 +58,14 @@ def resolve_source(
     if not source:  # an unset variable of a shell, not the current directory
         raise InputError('"": no such file or directory')
     path = Path(source)
-    if state_of(path, follow_links=False) is not None:
+    if read_status(path, follow_links=False) is not None:
         return path
     if not _HUB_ID.fullmatch(source):
         raise InputError(f"{source}: no such file or directory")
+    is_in_directory = path.parent.is_dir()  # a mistyped name of a file, rather than a Hub id
+    missing = f"no such file or directory in {path.parent}" if is_in_directory else "no such path"
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import is_offline_mode, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise EnvironmentProblem(f"{source}: a Hub id requires huggingface_hub; pip install huggingface-hub") from error
@@ -73,11 +75,11 @@ def resolve_source(
             source, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(patterns)
         )
     except LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{source}: no such path, and not in the Hub cache (offline); download it first (hf download {source})"
-        ) from error
+        reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the Hub cannot be reached"
+        advice = "" if is_in_directory else f"; download it first (hf download {source})"
+        raise InputError(f"{source}: {missing}, and not in the Hub cache ({reason}){advice}") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(
-            f"{source}: no such path, and not available on the Hub: {(str(error).splitlines() or ['no reason'])[0]}"
+            f"{source}: {missing}, and not available on the Hub: {(str(error).splitlines() or ['no reason'])[0]}"
         ) from error
     return Path(snapshot)

@@ -34,7 +34,7 @@ class HuggingFaceLayout(NamedTuple):
 
 
 def allocate(
-    root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, files: Mapping[str, int] | None = None
+    root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, file_numbers: Mapping[str, int] | None = None
 ) -> HuggingFaceLayout:
     """Fill shards in natural order of names; in each shard wide dtypes come first, so that each tensor is aligned.
 
@@ -42,8 +42,8 @@ def allocate(
         root: Output directory.
         tensors: Names, dtypes and shapes.
         max_shard_size: Maximum bytes of tensors in a shard; a larger tensor gets a shard of its own.
-        files: Tensor name -> shard number; tensors without a number go to the last shard, and `max_shard_size` is
-            ignored. None or empty to split by size.
+        file_numbers: Tensor name -> number of its shard; tensors without a number go to the last shard, and
+            `max_shard_size` is ignored. None or empty to split by size.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.
@@ -51,8 +51,10 @@ def allocate(
     entries = sorted(tensors, key=lambda entry: natural_key(entry.name))
     for entry in entries:
         if not entry.dtype.in_safetensors:
-            raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
-    shards = _shards_by_number(entries, files) if files else _shards_by_size(entries, max_shard_size)
+            raise UnsupportedError(
+                f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold; write a DCP instead'
+            )
+    shards = _shards_by_number(entries, file_numbers) if file_numbers else _shards_by_size(entries, max_shard_size)
     total = len(shards)
     names = [SINGLE_FILE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     catalog, prologues = Catalog(root, "huggingface", {}), {}
@@ -76,12 +78,12 @@ def _shards_by_size(entries: Iterable[TensorEntry], max_size: int) -> list[list[
     return shards
 
 
-def _shards_by_number(entries: Iterable[TensorEntry], files: Mapping[str, int]) -> list[list[TensorEntry]]:
+def _shards_by_number(entries: Iterable[TensorEntry], file_numbers: Mapping[str, int]) -> list[list[TensorEntry]]:
     """Group tensors by shard number; unused numbers leave no gap in the file names."""
-    last = max(files.values())
+    last = max(file_numbers.values())
     shards: dict[int, list[TensorEntry]] = {}
     for entry in entries:
-        shards.setdefault(files.get(entry.name, last), []).append(entry)
+        shards.setdefault(file_numbers.get(entry.name, last), []).append(entry)
     return [shards[number] for number in sorted(shards)]
 
 
@@ -99,13 +101,13 @@ def _format_index(catalog: Catalog) -> str:
 
 def format_header(shard: list[TensorEntry], metadata: Mapping[str, str]) -> str:
     """Return the text of the header of a file with these tensors in order, without padding."""
-    rows, begin = [], 0
+    header_tensors, begin = [], 0
     for entry in shard:
         name, dtype, shape, _, _ = entry
         end = begin + entry.nbytes
-        rows.append((name, dtype, shape, begin, end))
+        header_tensors.append((name, dtype, shape, begin, end))
         begin = end
-    return format_header_text(rows, metadata)
+    return format_header_text(header_tensors, metadata)
 
 
 def place_file(catalog: Catalog, file: str, shard: list[TensorEntry], text: str) -> bytes:

@@ -38,7 +38,7 @@ def record_files(source: Catalog, notes: list[str]) -> OriginalFiles | None:
         notes: Receives a line if the files have names that cannot be restored.
 
     Returns:
-        None if they have such names.
+        The record; None if the files have such names.
     """
     index = next((name for name in source.verbatim if name not in source.files), None)
     fault = find_weights_fault(list(source.files), index)

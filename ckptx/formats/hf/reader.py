@@ -14,9 +14,9 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.safetensors import Header, parse_header
-from ckptx.formats.sharding_info import SHARDING_INFO, contains_shards, files_with_offsets
+from ckptx.formats.sharding_info import SHARDING_INFO, contains_shards, files_with_sharding_info
 from ckptx.storage.files import resolve_inside
 from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
@@ -44,7 +44,7 @@ def open_huggingface(source: Source, weights: str) -> Catalog | None:
         text = read_text(source, weights, MAX_INDEX_BYTES)
         weight_map = parse_index(text, source.location / weights)
         names = sorted(set(weight_map.values()))
-        catalog = _open_files(source, names)
+        catalog = _open_files(source, names, index=weights)
         if catalog is None:
             return None
         check_index(weight_map, catalog, source.location / weights)
@@ -58,8 +58,14 @@ def open_huggingface(source: Source, weights: str) -> Catalog | None:
     return catalog
 
 
-def _open_files(source: Source, names: list[str]) -> Catalog | None:
-    """Return the catalog of the files, or None if they contain shards instead of whole tensors."""
+def _open_files(source: Source, names: list[str], index: str | None = None) -> Catalog | None:
+    """Return the catalog of the files, or None if they contain shards instead of whole tensors.
+
+    Args:
+        source: The directory.
+        names: Names of the files.
+        index: Name of the index that lists them; None for a single file.
+    """
     root = source.location
     catalog = Catalog(root, "huggingface", {}, storage=source)
     file_of_tensor: dict[str, str] = {}
@@ -67,8 +73,18 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
     regions: dict[Shape, Region] = {}
     with source.open() as files:
         for name in names:
-            identity = files.identity(name)
-            header = read_header(files, name)
+            try:
+                identity = files.identity(name)
+                header = read_header(files, name)
+            except ReadError:
+                raise
+            except InputError as error:
+                if index is None or name.endswith(".safetensors"):
+                    raise
+                raise InputError(
+                    f'{root / index}: lists the file "{name}", which is missing or not a safetensors file; correct '
+                    "the index"
+                ) from error
             if SHARDING_INFO in header.metadata:
                 if contains_shards(header, str(root / name)):
                     return None
@@ -79,9 +95,13 @@ def _open_files(source: Source, names: list[str]) -> Catalog | None:
                 if tensor in file_of_tensor:
                     if {name, file_of_tensor[tensor]} <= files_with_info:
                         return None
+                    other = file_of_tensor[tensor]
+                    if catalog.identities[other] == identity:
+                        raise InputError(
+                            f"{root}: the index names one file twice, as {other} and {name}; correct the index"
+                        )
                     raise InputError(
-                        f'{root}: tensor "{tensor}" is in both {file_of_tensor[tensor]} and {name}; remove one of the '
-                        "files"
+                        f'{root}: tensor "{tensor}" is in both {other} and {name}; remove one of the files'
                     )
                 file_of_tensor[tensor] = name
                 region = regions.get(shape)
@@ -97,12 +117,16 @@ def _has_further_shards(source: Source, files: SourceFiles, names: set[str]) -> 
     others = {name for name in source.listing() if name.endswith(".safetensors")} - names
     return any(
         contains_shards(read_header(files, name), str(source.location / name))
-        for name in files_with_offsets(source, others)
+        for name in files_with_sharding_info(source, others)
     )
 
 
 def read_header(files: SourceFiles, name: str) -> Header:
-    """Read the header of a safetensors file."""
+    """Return the header of a safetensors file.
+
+    Raises:
+        InputError, UnsupportedError: See `parse_header`.
+    """
     return parse_header(lambda at, n: files.read(name, at, n), files.size(name), str(files.root / name))
 
 
@@ -116,7 +140,9 @@ def read_text(source: Source, name: str, limit: int) -> str:
     try:
         text = source.read_small(name, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}; the file is corrupt, copy it again") from error
+        raise InputError(
+            f"{path}: not UTF-8 at byte {error.start}; correct the file, or restore it from a copy"
+        ) from error
     if text.startswith("version https://git-lfs"):
         raise InputError(f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
     return text
@@ -149,7 +175,7 @@ def parse_index(text: str, path: Location) -> dict[str, str]:
     index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InputError(f"{path}: has no weight_map of tensor to file; the index is corrupt, download it again")
+        raise InputError(f"{path}: has no weight_map of tensor to file; correct the index, or download it again")
     if not weight_map:
         raise InputError(f"{path}: weight_map is empty, the checkpoint has no tensors; download it again")
     for file in dict.fromkeys(weight_map.values()):
@@ -209,7 +235,7 @@ def format_index(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
     """Return an index in the format of transformers: sorted, indented by two spaces, with a final newline."""
     if not weight_map:
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    # Python's JSON encoder runs in C only without indentation, so a separator with spaces indents the many rows.
+    # Python's JSON encoder runs in C only without indentation, so a separator with spaces indents the many entries.
     metadata_text = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
-    rows = json.dumps(weight_map, separators=(",\n    ", ": "), sort_keys=True)[1:-1]
-    return f'{{\n  "metadata": {metadata_text},\n  "weight_map": {{\n    {rows}\n  }}\n}}\n'
+    entries = json.dumps(weight_map, separators=(",\n    ", ": "), sort_keys=True)[1:-1]
+    return f'{{\n  "metadata": {metadata_text},\n  "weight_map": {{\n    {entries}\n  }}\n}}\n'

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.untrusted.json_text import has_lone_surrogate, lone_surrogate_error
+from ckptx.untrusted.json_text import nesting_error, number_error, refuse_lone_surrogates
 from ckptx.untrusted.limits import MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
 
 # The library refuses longer headers, so no loader could open such a file.
@@ -89,7 +89,8 @@ def parse_header(read: ReadBytes, size: int, where: str) -> Header:
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER:
         raise InputError(
-            f"{where}: header length is {length}, the limit is {MAX_HEADER}; the file is corrupt or not safetensors"
+            f"{where}: header length is {length}, the limit is {MAX_HEADER}; the file is corrupt or not safetensors, "
+            "copy it again"
         )
     if 8 + length > size:
         raise InputError(
@@ -102,12 +103,15 @@ def parse_header(read: ReadBytes, size: int, where: str) -> Header:
         if text.count('"dtype"') > MAX_TENSORS:
             raise InputError(f"{where}: header lists more than {MAX_TENSORS:,} tensors, the limit; split the file")
         parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt") from error
+    except RecursionError as error:
+        raise nesting_error(where, "file") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{where}: header is not JSON ({error}); the file is corrupt, copy it again") from error
+    except ValueError as error:  # Python refuses numbers of more than 4,300 digits
+        raise number_error(where, "file") from error
     if not text.startswith("{") or not isinstance(parsed, dict):
-        raise InputError(f"{where}: header is not a JSON object; the file is corrupt")
-    if has_lone_surrogate(text):
-        raise lone_surrogate_error(where)
+        raise InputError(f"{where}: header is not a JSON object; the file is corrupt, copy it again")
+    refuse_lone_surrogates(text, where)
     metadata = parsed.pop("__metadata__", None)
     _refuse_duplicate_keys(text, len(parsed), where)
     kinds: dict[str, _DtypeAndShape] = {}
@@ -126,7 +130,7 @@ def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
         keys = dict(pairs)
         if len(keys) != len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise InputError(f'{where}: key "{twice}" appears twice in the header; the file is corrupt')
+            raise InputError(f'{where}: key "{twice}" appears twice in the header; the file is corrupt, copy it again')
         return keys
 
     json.loads(text, object_pairs_hook=refuse)
@@ -153,18 +157,20 @@ def _parse_tensor(
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(
-            f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt'
+            f'{where}: tensor "{name}" lacks one of dtype, shape, data_offsets; the file is corrupt, copy it again'
         ) from error
     key = f"{dtype_name!r}{shape!r}"  # a string, because 1, 1.0 and true are equal as keys
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _parse_kind(name, dtype_name, shape, where)
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < 1 << MAX_NUMEL_BITS:
-        raise InputError(f'{where}: tensor "{name}" has data_offsets {_abbreviate([begin, end])}; the file is corrupt')
+        raise InputError(
+            f'{where}: tensor "{name}" has data_offsets {_abbreviate([begin, end])}; the file is corrupt, copy it again'
+        )
     if end - begin != kind.nbytes:
         raise InputError(
             f'{where}: tensor "{name}" has {end - begin} bytes, but shape {shape} and dtype {kind.dtype} require '
-            f"{kind.nbytes}; the file is corrupt"
+            f"{kind.nbytes}; the file is corrupt, copy it again"
         )
     if data_start + end > size:
         raise InputError(
@@ -182,15 +188,21 @@ def _parse_kind(name: str, dtype_name: Any, shape: Any, where: str) -> _DtypeAnd
             "try a newer ckptx"
         )
     if not isinstance(shape, list):
-        raise InputError(f'{where}: tensor "{name}" has shape {_abbreviate(shape)}, not a list; the file is corrupt')
+        raise InputError(
+            f'{where}: tensor "{name}" has shape {_abbreviate(shape)}, not a list; the file is corrupt, copy it again'
+        )
     for dim in shape:
         if type(dim) is not int or dim < 0:
-            raise InputError(f'{where}: tensor "{name}" has shape {_abbreviate(shape)}; the file is corrupt')
+            raise InputError(
+                f'{where}: tensor "{name}" has shape {_abbreviate(shape)}; the file is corrupt, copy it again'
+            )
     if (fault := find_shape_fault(shape)) is not None:
-        raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt')
+        raise InputError(f'{where}: tensor "{name}" has a shape of {fault}; the file is corrupt, copy it again')
     numel = prod(shape)
     if numel * dtype.bits % 8:
-        raise InputError(f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt')
+        raise InputError(
+            f'{where}: tensor "{name}" ({dtype} {shape}) does not fill whole bytes; the file is corrupt, copy it again'
+        )
     return _DtypeAndShape(dtype, tuple(shape), dtype.nbytes(numel))
 
 
@@ -203,21 +215,23 @@ def _check_coverage(tensors: list[HeaderTensor], data_start: int, size: int, whe
     position = data_start
     for tensor in tensors:
         if tensor.begin != position:
-            fault = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
+            fault = "overlaps the tensor before it" if tensor.begin < position else "leaves a gap before it"
             raise InputError(
                 f'{where}: tensor "{tensor.name}" begins at byte {tensor.begin}, expected {position}; it {fault}, '
-                "the file is corrupt"
+                "the file is corrupt, copy it again"
             )
         position = tensor.end
     if position != size:
-        raise InputError(f"{where}: tensors end at byte {position}, but the file has {size}; the file is corrupt")
+        raise InputError(
+            f"{where}: tensors end at byte {position}, but the file has {size}; the file is corrupt, copy it again"
+        )
 
 
 def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
     if metadata is None:
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise InputError(f"{where}: __metadata__ is not a map of strings; the file is corrupt")
+        raise InputError(f"{where}: __metadata__ is not a map of strings; the file is corrupt, copy it again")
     return metadata
 
 

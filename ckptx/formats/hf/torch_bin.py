@@ -39,7 +39,7 @@ def open_bin(source: Source, names: Sequence[str]) -> Catalog:
 
     Raises:
         InputError: A file is missing or damaged, two files contain one name, or the index and the files disagree.
-        UnsupportedError: A file from before torch 1.6, or one that contains more than named dense tensors.
+        UnsupportedError: A file is from before torch 1.6, or contains more than named dense tensors.
     """
     index = names[0] if len(names) == 1 and names[0].endswith(".json") else None
     if index is None:
@@ -82,7 +82,7 @@ class _FileContents(NamedTuple):
     Attributes:
         entries: The tensors.
         is_nested: True if they are in nested dicts.
-        ignored: Dotted names of values other than tensors, which only nested dicts may have.
+        ignored: Dotted names of values other than tensors; empty unless the dicts are nested.
     """
 
     entries: list[TensorEntry]

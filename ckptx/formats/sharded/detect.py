@@ -8,6 +8,6 @@ from ckptx.formats.sharded.file_names import is_shard
 from ckptx.storage.interface import Source
 
 
-def detect(source: Source, shapes_in: ShapeReader) -> LocatedCheckpoint | None:
+def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
     """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`."""
     return LocatedCheckpoint(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None

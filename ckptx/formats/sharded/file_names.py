@@ -8,7 +8,7 @@ _NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 def shard_name(shard: int, number: int, count: int) -> str:
-    """Return the name of file `number` of `count` of a rank; numbers count from 1, `shard` is the rank plus one."""
+    """Return the name of file `number`, from 1, of the `count` files of a rank; `shard` is the rank plus 1."""
     return f"shard-{shard:05d}-model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -18,7 +18,7 @@ def is_shard(name: str) -> bool:
 
 
 def shard_numbers(name: str) -> tuple[int, int, int]:
-    """Return the arguments with which `shard_name` returns this name."""
+    """Return shard, number and count, with which `shard_name` returns this name; it must have that form."""
     match = _NAME.fullmatch(name)
     assert match is not None
     shard, number, count = match.groups()

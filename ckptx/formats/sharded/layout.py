@@ -31,8 +31,8 @@ class ShardedLayout(NamedTuple):
 
     Attributes:
         catalog: Tensors with the file and byte offset of each block.
-        prologues: File name -> first bytes of the file: length and header.
-        groups: Names of the files that are written together, by group.
+        prologues: File name -> first bytes of the file: length of the safetensors header, and the header.
+        groups: Names of the files of each pipeline stage, which are written together; stages without files are omitted.
     """
 
     catalog: Catalog
@@ -41,7 +41,9 @@ class ShardedLayout(NamedTuple):
 
 
 def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
-    """Assign sharded tensors to files: wide dtypes first, so that each block is aligned, otherwise in the order given.
+    """Assign sharded tensors to planned files, without writing them.
+
+    Wide dtypes come first, so that each block is aligned; otherwise tensors are in the order given.
 
     Args:
         root: Output directory.
@@ -84,21 +86,21 @@ class _PlannedFile:
     """The header of one file while tensors are appended.
 
     Attributes:
-        rows: (name, dtype, shape, begin, end) of each block, as for `format_header_text`.
+        header_tensors: (name, dtype, shape, begin, end) of each block, as for `format_header_text`.
         sharding_info: Tensor name -> its entry in DCP_SHARDING_INFO.
         nbytes: Bytes of the tensors appended so far.
     """
 
-    __slots__ = ("nbytes", "rows", "sharding_info")
+    __slots__ = ("header_tensors", "nbytes", "sharding_info")
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, DType, Shape, int, int]] = []
+        self.header_tensors: list[tuple[str, DType, Shape, int, int]] = []
         self.sharding_info: dict[str, dict[str, Shape]] = {}
         self.nbytes = 0
 
     def prologue(self) -> bytes:
         metadata = {SHARDING_INFO: json.dumps(self.sharding_info), VERSION_KEY: VERSION, "format": "pt"}
-        return frame_header(pad_header(format_header_text(self.rows, metadata)))
+        return frame_header(pad_header(format_header_text(self.header_tensors, metadata)))
 
 
 class _StageFiles:
@@ -133,20 +135,22 @@ class _StageFiles:
         for block, name, length, info in zip(blocks, *sharding, strict=True):
             file = self._files[name]
             offsets.append(file.nbytes)
-            file.rows.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
+            file.header_tensors.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
             file.sharding_info[entry.name] = info
             file.nbytes += length
         self.allocated.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
-        """Yield name, header and bytes of tensors of each file."""
+        """Yield the name of each file, its first bytes (length and header), and the number of bytes of its tensors."""
         for name, file in self._files.items():
             yield name, file.prologue(), file.nbytes
 
 
 def _block_nbytes(entry: TensorEntry, block: Block) -> int:
     if not entry.dtype.in_safetensors:
-        raise UnsupportedError(f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold')
+        raise UnsupportedError(
+            f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold; write a DCP instead'
+        )
     numel = block.region.numel
     if numel * entry.dtype.bits % 8:
         raise UnsupportedError(

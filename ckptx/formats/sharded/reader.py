@@ -30,7 +30,7 @@ from ckptx.formats.sharded.file_names import is_shard, shard_name, shard_numbers
 from ckptx.formats.sharding_info import (
     SHARDING_INFO,
     check_offsets,
-    files_with_offsets,
+    files_with_sharding_info,
     read_sharding_info,
     recorded_offsets,
     refuse_unknown_entries,
@@ -55,7 +55,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
     Raises:
         InputError: A shard is missing, duplicated, damaged or of another checkpoint, or there are other safetensors
             files in the directory.
-        UnsupportedError: A newer version of the format.
+        UnsupportedError: See `read_sharding_info`; or shards are split at too many positions to be checked.
     """
     root, names = source.location, _shard_files(source)
     catalog = Catalog(root, "sharded", {}, storage=source)
@@ -82,7 +82,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
 def _shard_files(source: Source) -> list[str]:
     names = [name for name in source.listing() if name.endswith(".safetensors")]
     others = [name for name in names if not is_shard(name)]
-    strays = sorted(set(others).difference(files_with_offsets(source, others)))
+    strays = sorted(set(others).difference(files_with_sharding_info(source, others)))
     if strays:
         raise InputError(
             f"{source.location}: contains {', '.join(strays[:3])} next to {_describe_shards(names, strays)}, and "
@@ -216,7 +216,7 @@ class _TensorAssembly:
         where = f'{self._root}: tensor "{name}" of shape {list(shape)}'
         if fault.kind == "gap":
             raise InputError(f"{where}: no shard covers {fault.region}; {self._describe_missing()}")
-        if fault.kind == "tangle":
+        if fault.kind == "unverifiable":
             raise UnsupportedError(
                 f"{where}: its {len(chunks)} shards are split at too many positions to be checked; save it sharded "
                 "along a device mesh"

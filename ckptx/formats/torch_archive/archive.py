@@ -323,8 +323,8 @@ def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Reco
     """Locate the elements of a tensor in the records of its archive.
 
     Raises:
-        InputError: Its storage is missing or has the wrong length.
-        UnsupportedError: A conjugate or negative view, or not a dense tensor.
+        InputError: Its storage is missing, has the wrong length, or ends before its last element.
+        UnsupportedError: It is a conjugate or negative view, or not a dense tensor.
     """
     if isinstance(tensor, UnsupportedObject):
         raise UnsupportedError(f"{where}: {tensor.kind}, which is not converted; save it as a plain dense tensor")
@@ -335,10 +335,13 @@ def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Reco
         )
     record = records.get(tensor.storage.key)
     if record is None:
-        raise InputError(f"{where}: its storage {tensor.storage.key[:40]!r} is missing; the file is damaged")
+        raise InputError(
+            f"{where}: its storage {tensor.storage.key[:40]!r} is missing; the file is damaged, copy it again"
+        )
     if record.nbytes != tensor.storage.nbytes:
         raise InputError(
-            f"{where}: its storage has {record.nbytes} bytes, expected {tensor.storage.nbytes}; the file is damaged"
+            f"{where}: its storage has {record.nbytes} bytes, expected {tensor.storage.nbytes}; the file is damaged, "
+            "copy it again"
         )
     itemsize = tensor.dtype.itemsize
     extents = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True)]
@@ -347,7 +350,7 @@ def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Reco
     if first + span > record.nbytes:
         raise InputError(
             f"{where}: refers to bytes {first} to {first + span} of its storage, which has {record.nbytes}; "
-            "the file is damaged"
+            "the file is damaged, copy it again"
         )
     strides = None if is_row_major(tensor.shape, tensor.strides) else tensor.strides
     return Payload(tensor.dtype, tensor.shape, strides, record.offset + first, span, record)
@@ -377,7 +380,8 @@ def open_archive(
 
     Raises:
         InputError: The archive is damaged.
-        UnsupportedError: A format before torch 1.6, TorchScript, deflated members, or big-endian bytes.
+        UnsupportedError: It is in the format before torch 1.6, of TorchScript or big-endian, has deflated members or a
+            safetensors payload.
     """
 
     def window(position: int, nbytes: int) -> bytes:

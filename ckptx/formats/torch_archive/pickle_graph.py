@@ -318,10 +318,10 @@ def _protocol(machine: PickleMachine) -> None:
 
 
 def _operations() -> list[Callable[[PickleMachine], None] | None]:
-    found: list[Callable[[PickleMachine], None] | None] = [None] * 256
+    operations: list[Callable[[PickleMachine], None] | None] = [None] * 256
     for code, operation in _BY_OPCODE.items():
-        found[code[0]] = operation
-    return found
+        operations[code[0]] = operation
+    return operations
 
 
 _BY_OPCODE: dict[bytes, Callable[[PickleMachine], None]] = {

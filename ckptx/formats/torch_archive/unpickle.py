@@ -255,7 +255,9 @@ def _scan(data: bytes, where: str) -> bytearray:
                 length = data[end + 1]
                 position = end + 2 + length
                 if length > _MAX_INTEGER_BYTES and (length > _MAX_INTEGER_BYTES + 1 or data[position - 1]):
-                    raise InputError(f"{where}: damaged pickle (number of {length} bytes at byte {end})")
+                    raise InputError(
+                        f"{where}: damaged pickle (number of {length} bytes at byte {end}); nothing was executed"
+                    )
             elif code in _LENGTH_1_OPCODES:
                 position = end + 2 + data[end + 1]
             elif code in _LENGTH_4_OPCODES:
@@ -346,7 +348,7 @@ def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
 
 def _layout_stand_in(name: object) -> Symbol:
     if not isinstance(name, str):  # any other value would be printed, at any depth of nesting
-        raise InputError("has a tensor layout that is not a string; the file is damaged")
+        raise InputError("has a tensor layout that is not a string; the file is damaged, copy it again")
     return Symbol(name[:40])
 
 
@@ -355,10 +357,12 @@ LAYOUT_STAND_IN = Call(_layout_stand_in)
 
 def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
-        raise InputError("refers to an object outside the pickle that is not a storage; the file is damaged")
+        raise InputError(
+            "refers to an object outside the pickle that is not a storage; the file is damaged, copy it again"
+        )
     _, kind, key, _, numel = pid
     if not (isinstance(kind, Symbol) and isinstance(key, str) and _is_count(numel)):
-        raise InputError("describes a storage with values of the wrong type; the file is damaged")
+        raise InputError("describes a storage with values of the wrong type; the file is damaged, copy it again")
     name = kind.rpartition(".")[2]
     if name == "UntypedStorage":
         return StorageRef(key, None, numel)
@@ -381,14 +385,16 @@ def _make_tensor(
     if isinstance(storage, UnsupportedObject):
         return storage
     if not isinstance(storage, StorageRef) or dtype is None:
-        raise InputError("describes a tensor without a storage or dtype; the file is damaged")
+        raise InputError("describes a tensor without a storage or dtype; the file is damaged, copy it again")
     if not (_is_count(offset) and is_shape(shape) and is_shape(strides)):
-        raise InputError("describes a tensor with values of the wrong type; the file is damaged")
+        raise InputError("describes a tensor with values of the wrong type; the file is damaged, copy it again")
     assert isinstance(offset, int)
     if len(shape) != len(strides):
-        raise InputError(f"describes a tensor with {len(shape)} dims and {len(strides)} strides; the file is damaged")
+        raise InputError(
+            f"describes a tensor with {len(shape)} dims and {len(strides)} strides; the file is damaged, copy it again"
+        )
     if (fault := find_shape_fault(shape)) is not None:
-        raise InputError(f"describes a tensor with {fault}; the file is damaged")
+        raise InputError(f"describes a tensor with {fault}; the file is damaged, copy it again")
     names = tuple(str(name)[:40] for name, is_set in flags.items() if is_set)[:4] if isinstance(flags, dict) else ()
     return TensorRef(storage, dtype, offset, shape, strides, names)
 
@@ -417,7 +423,7 @@ def _rebuild_v3(
     flags: object = None,
 ) -> TensorRef | UnsupportedObject:
     if not isinstance(dtype, Symbol):
-        raise InputError("describes a tensor without a dtype; the file is damaged")
+        raise InputError("describes a tensor without a dtype; the file is damaged, copy it again")
     known = DTYPES_BY_TORCH_NAME.get(dtype.removeprefix("torch."))
     return (
         _make_tensor(storage, offset, shape, strides, known, flags)

@@ -117,7 +117,7 @@ def _zip64_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tup
 
 
 def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
-    """Return the position of the first byte of a member's data, relative to the archive.
+    """Return the position of the first byte of a member's data, relative to the first byte of the zip.
 
     Raises:
         InputError: The member has no header, or its data extends beyond the archive.
@@ -136,10 +136,11 @@ def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
 
 
 def read_member(window: ReadBytes, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
-    """Return the bytes of a small member, checked against its CRC-32, or None if there is no such member.
+    """Return the bytes of a small member, checked against its CRC-32 if it has one; None if there is no such member.
 
     Raises:
-        InputError: They are damaged.
+        InputError: They are damaged, or more than `limit`.
+        UnsupportedError: They are compressed.
     """
     member = members.get(name)
     if member is None:
