@@ -1,1 +1,1 @@
-"""Facts about model classes: names, ties, precision rules."""
+"""Facts about model classes: names and shapes of tensors, tied weights, TP plans, layers, precision rules."""

@@ -12,7 +12,7 @@ from ckptx.architecture.plans import conversions_of, is_unused, plan_of, stacks_
 from ckptx.architecture.structure import Structure
 from ckptx.layout.stages import Stack
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
-from ckptx.mapping.names import LEGACY_LEAVES, pattern_of
+from ckptx.mapping.names import pattern_of, replace_legacy_leaf
 from ckptx.mapping.ops import Conversion
 
 _FLAG_STATES = ("absent", "false", "true")
@@ -27,7 +27,7 @@ class TieFlag:
     keys that matter.
 
     Attributes:
-        paths: Config keys that matter, each as the keys to follow from the root; empty if none matters.
+        paths: Keys that matter, each as its path from the root of the config; empty if none matters.
         truth: One ``0`` or ``1`` per combination, the last path varying fastest, in the order absent, false, true.
     """
 
@@ -100,10 +100,13 @@ class Architecture:
         base_prefix: Name of the base model in the class (``model``, ``transformer``); names may have it or not.
         keep_in_fp32: transformers' ``_keep_in_fp32_modules``: kept in fp32 when the target is fp16.
         keep_in_fp32_strict: ``_keep_in_fp32_modules_strict``: kept for fp16 and for bf16.
-        ties_flag_editable: False if ``tie_word_embeddings: false`` would change the forward pass (T5 scales its decoder
-            output by it), or if the config class ignores it.
+        ties_flag_editable: True if ``tie_word_embeddings: false`` in ``config.json`` unties the pairs and changes
+            nothing else. False if the forward pass reads the flag (T5 scales its decoder output by it), if the config
+            class ignores it, and for a class that never ties.
         has_output_embeddings: True if the class maps hidden states back to the vocabulary.
-        known_from: Source of the facts: ``table``, ``meta model`` or ``suffix table``.
+        known_from: Source of the facts: ``table`` (classes that ckptx ships), ``meta model`` (the class was built on
+            the meta device) or ``suffix table`` (known tied names,
+            for a class that cannot be built).
         transformers_version: Version of transformers that was introspected.
         ignored: Regular expressions, searched in a name with ``*`` for indices: names in published checkpoints that the
             class does not load (old buffers, heads for speculative decoding).
@@ -125,18 +128,17 @@ class Architecture:
     structure: Structure = field(default_factory=Structure)
 
     def expects(self, name: str) -> bool:
-        """Return True if a name on disk is expected: it belongs to the class or is ignored."""
-        if self.owns(name):
-            return True
+        """Return True if a name or pattern on disk is expected: it belongs to the class or is ignored."""
+        return self.owns(name) or self.ignores(name)
+
+    def ignores(self, name: str) -> bool:
+        """Return True if loading ignores a name or pattern on disk, see `ignored`."""
         pattern = pattern_of(name)
         return any(re.search(each, pattern) for each in self.ignored)
 
     def owns(self, name: str) -> bool:
-        """Return True if a name on disk belongs to the class."""
-        pattern = pattern_of(name)
-        for old, new in LEGACY_LEAVES.items():
-            if pattern.endswith(old):
-                pattern = pattern.removesuffix(old) + new
+        """Return True if a name or pattern, on disk or in the model, belongs to the class."""
+        pattern = replace_legacy_leaf(pattern_of(name))
         if self._has_pattern(pattern):
             return True
         if not self.base_prefix:
@@ -158,22 +160,26 @@ class Architecture:
         return sum(owned) / len(owned) if owned else 0.0
 
     def tensor_parallel_plan(self, config: Mapping[str, Any]) -> TensorParallelPlan:
-        """Return the TP plan of the class under a ``config.json``; a plan of the user takes precedence over it."""
+        """Return the TP plan of the class under a ``config.json``; a plan of the user takes precedence over it.
+
+        Raises:
+            InputError: A number that a rule reads is a string or a fraction in the config.
+        """
         return plan_of(self.structure, self.model_type, config, self.name_patterns, self.transformers_version)
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
         """Return the lists of layers in the order they run; empty if the class has no such list.
 
         Raises:
-            InputError: The config does not tell the number of layers.
+            InputError: The config does not give the number of layers.
         """
         return stacks_of(self.structure, config)
 
     def conversions(self, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-        """Return the conversions of names on disk that differ from those of the model, and of tensors stored otherwise.
+        """Return the conversions of tensors whose name or form on disk differs from that in the model.
 
-        It has every naming that can be loaded, that of `save_pretrained` first; a name that is written unchanged and
-        has another naming is mapped to itself. Names without the base model's prefix are not included: see
+        All namings that can be loaded are included, that of `save_pretrained` first; a name that is written unchanged
+        and has another naming is mapped to itself. Names without the base model's prefix are not included: see
         `base_prefix`.
 
         Raises:
@@ -182,11 +188,15 @@ class Architecture:
         return conversions_of(self.structure, config)
 
     def is_unused(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Return True if the model does not use this tensor, such as one that another layer's tensor replaces."""
+        """Return True if the model does not use this tensor, such as one that another layer's tensor replaces.
+
+        Raises:
+            InputError: The config lacks a number that decides it.
+        """
         return is_unused(self.structure, self.model_type, name, config)
 
     @property
-    def model_names(self) -> frozenset[str]:
+    def model_name_patterns(self) -> frozenset[str]:
         """Return the patterns of the model's own names: `name_patterns` without those that are only on disk."""
         changes = self.structure.conversions | self.structure.other_conversions
         disk = {pattern_of(name) for change in changes for name in change.sources}
@@ -206,5 +216,6 @@ class Architecture:
 
 
 def _flag_state(config: Mapping[str, Any], path: tuple[str, ...]) -> int:
+    """Return the index in `_FLAG_STATES` of the flag at a path of keys."""
     flag = read_flag(config, path)
     return 0 if flag is None else 1 + flag

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.class_rows import ClassRow, decode_row
+from ckptx.architecture.class_decoding import ClassRecord, decode_class
 from ckptx.architecture.model_files import read_index, sections_of
-from ckptx.architecture.shape_rows import decode_shapes
+from ckptx.architecture.shape_decoding import decode_shapes
 from ckptx.architecture.shape_rules import ShapeRules
 
 
@@ -21,17 +21,20 @@ def lookup(class_name: str, model_type: str | None = None) -> Architecture | Non
     Returns:
         The architecture, or None for an unknown class, another model type, or a class that needs its real config.
     """
-    row = find_row(class_name, model_type)
-    return row.architecture if row and row.shared_layers is None else None
+    record = find_class_record(class_name, model_type)
+    return record.architecture if record and record.shared_layers is None else None
 
 
 @functools.cache
-def find_row(class_name: str, model_type: str | None = None) -> ClassRow | None:
-    """Return the row of a class, even if it only has the reason to introspect the class; None if unknown."""
+def find_class_record(class_name: str, model_type: str | None = None) -> ClassRecord | None:
+    """Return the record of a class, even if it has only the reason to introspect the class.
+
+    None for an unknown class, or if the class has another model type than `model_type`; None skips this check.
+    """
     sections, own = sections_of(class_name), read_index()["classes"].get(class_name)
     if sections is None or (model_type is not None and own != model_type):
         return None
-    return decode_row(class_name, own, sections, read_index()["transformers"])
+    return decode_class(class_name, own, sections, read_index()["transformers"])
 
 
 @functools.cache

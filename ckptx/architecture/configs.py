@@ -21,7 +21,7 @@ _NON_STRUCTURAL_KEYS = (
 
 
 def read_flag(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
-    """Return the boolean at a path of keys, or None if the config does not have the key.
+    """Return the boolean at a path of keys; None if the key is absent, or a config on the path is absent or ``null``.
 
     Only `true` and `false` are flags: nearly every config class of transformers refuses other values, `null` included,
     and the few that accept `null` read it as false whatever their default.
@@ -36,7 +36,7 @@ def read_flag(config: Mapping[str, Any], path: Sequence[str]) -> bool | None:
         node = node[key]
         if depth < len(path) - 1 and not isinstance(node, Mapping):
             if node is None:
-                return None  # a composite without this part
+                return None
             raise InputError(invalid_value_message(path[: depth + 1], node, "an object"))
     if not isinstance(node, bool):
         raise InputError(invalid_value_message(path, node, "true or false"))
@@ -64,7 +64,7 @@ def without_tie_flag(value: Any) -> Any:
 
 
 def remote_reference(config: Mapping[str, Any], name: str) -> str | None:
-    """Return the ``file.Class`` of ``auto_map`` for a class name or an auto class name, or None."""
+    """Return the ``file.Class`` in ``auto_map`` for a class name or an auto class name; None without one."""
     for auto_name, reference in (config.get("auto_map") or {}).items():
         for each in reference if isinstance(reference, list) else [reference]:
             if each and (auto_name == name or each.rpartition(".")[2] == name):

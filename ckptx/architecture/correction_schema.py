@@ -1,4 +1,4 @@
-"""Decode the JSON of a corrections file to rows; invalid rows are refused with the names of file and row.
+"""Decode the JSON of a corrections file; the error for an invalid entry names file, section and entry.
 
 This is written by hand although recipes are decoded with msgspec: `inspect` reads a file of corrections in 0.5 ms, and
 importing msgspec takes 15 ms.
@@ -10,31 +10,32 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ckptx.architecture.correction_rows import (
-    AbsentRow,
+from ckptx.architecture.correction_types import (
+    AbsentCorrection,
     Corrections,
-    DefaultsRow,
-    ForwardRow,
-    InputRow,
-    LayerPartsRow,
-    LayersRow,
-    NoStacksRow,
-    PlanRow,
+    DefaultsCorrection,
+    ForwardCorrection,
+    InputCorrection,
+    LayerPartsCorrection,
+    LayersCorrection,
+    NoStacksCorrection,
+    NoStagesCorrection,
+    PlanCorrection,
     SequenceParallelModules,
-    TorchtitanRow,
-    TowerRow,
+    TorchtitanCorrection,
+    TowerCorrection,
     expand_braces,
 )
 from ckptx.architecture.expressions import Scope, try_evaluate
 from ckptx.layout.styles import STYLES
 
-INPUT_KINDS = ("images", "audio", "heard")  # kinds of `InputRow`
+INPUT_KINDS = ("images", "audio", "encoder_audio")  # kinds of `InputCorrection`
 
 ValueReader = Callable[[Any], Any]
 
 
 class InvalidCorrectionError(ValueError):
-    """A file of corrections is invalid; the message names file, section and row."""
+    """A file of corrections is invalid; the message names file, section and entry."""
 
 
 class _InvalidValueError(Exception):
@@ -42,12 +43,12 @@ class _InvalidValueError(Exception):
 
 
 class _KeySpec(NamedTuple):
-    """A key of a row in JSON.
+    """A key of an entry in JSON.
 
     Attributes:
-        attribute: Attribute of the row.
+        attribute: Attribute of the correction.
         read: Function that returns the value of the attribute.
-        is_required: True if every row must have the key.
+        is_required: True if every entry must have the key.
     """
 
     attribute: str
@@ -56,75 +57,82 @@ class _KeySpec(NamedTuple):
 
 
 def decode_corrections(text: bytes | str, file: str) -> Corrections:
-    """Return the rows of a file.
+    """Return the corrections in a file.
 
     Args:
         text: Contents of the file.
         file: Name of the file, for messages.
 
     Raises:
-        InvalidCorrectionError: It is not JSON, or has an unknown section or key, or an invalid value.
+        InvalidCorrectionError: The file is not JSON, has an unknown section or key, lacks a required key, has an
+            invalid value, or sets a value twice.
     """
     try:
         document = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except ValueError as error:
         raise InvalidCorrectionError(f"{file}: {error}") from error
-    if not isinstance(document, dict) or not all(isinstance(rows, list) and rows for rows in document.values()):
-        raise InvalidCorrectionError(f"{file}: expected an object of sections, each a list of at least one row")
+    if not isinstance(document, dict) or not all(
+        isinstance(entries, list) and entries for entries in document.values()
+    ):
+        raise InvalidCorrectionError(f"{file}: expected an object of sections, each a list of at least one entry")
     for section in sorted(document.keys() - _SECTIONS.keys()):
         raise InvalidCorrectionError(f'{file}: section "{section}" is unknown; use one of {", ".join(_SECTIONS)}')
     sections: dict[str, Any] = {}
-    for section, rows in document.items():
-        row_type, keys = _SECTIONS[section]
+    for section, entries in document.items():
+        correction_type, keys = _SECTIONS[section]
         sections[section] = tuple(
-            _decode_row(row, row_type, keys, f"{file}: {section}, row {number}") for number, row in enumerate(rows, 1)
+            _decode_entry(entry, correction_type, keys, f"{file}: {section}, entry {number}")
+            for number, entry in enumerate(entries, 1)
         )
-    _refuse_conflicting_rows(sections, file)
+    _refuse_conflicts(sections, file)
     return Corrections(**sections)
 
 
-def _decode_row(row: Any, row_type: Callable[..., Any], keys: Mapping[str, _KeySpec], location: str) -> Any:
-    """Decode a row, or an object nested in one."""
-    if not isinstance(row, dict):
-        raise InvalidCorrectionError(f"{location}: expected an object, found {json.dumps(row)}")
-    for key in sorted(row.keys() - keys.keys()):
+def _decode_entry(entry: Any, correction_type: Callable[..., Any], keys: Mapping[str, _KeySpec], location: str) -> Any:
+    """Return the named tuple for an entry, or for an object nested in one."""
+    if not isinstance(entry, dict):
+        raise InvalidCorrectionError(f"{location}: expected an object, found {json.dumps(entry)}")
+    for key in sorted(entry.keys() - keys.keys()):
         raise InvalidCorrectionError(f'{location}: key "{key}" is unknown; use one of {", ".join(keys)}')
     for key, key_spec in keys.items():
-        if key_spec.is_required and key not in row:
+        if key_spec.is_required and key not in entry:
             raise InvalidCorrectionError(f'{location}: has no "{key}"; add it')
     values = {}
-    for key, value in row.items():
+    for key, value in entry.items():
         try:
             values[keys[key].attribute] = keys[key].read(value)
         except _InvalidValueError as error:
             raise InvalidCorrectionError(f"{location}: {key} is {json.dumps(value)} and must be {error}") from None
-    return row_type(**values)
+    return correction_type(**values)
 
 
-def _refuse_conflicting_rows(sections: Mapping[str, Any], file: str) -> None:
-    """Refuse rows that set the same value: the second would have no effect."""
+def _refuse_conflicts(sections: Mapping[str, Any], file: str) -> None:
+    """Refuse corrections that set the same value: the second would have no effect."""
     seen: set[tuple[str, ...]] = set()
-    for section, rows in sections.items():
-        for number, row in enumerate(rows, 1):
-            for identity in _exclusive_values(section, row):
+    for section, entries in sections.items():
+        for number, entry in enumerate(entries, 1):
+            for identity in _exclusive_values(section, entry):
                 if (section, *identity) in seen:
                     value = " of ".join(filter(None, identity))
                     raise InvalidCorrectionError(
-                        f"{file}: {section}, row {number}: an earlier row sets {value} already"
+                        f"{file}: {section}, entry {number}: an earlier entry sets {value} already"
                     )
                 seen.add((section, *identity))
 
 
-def _exclusive_values(section: str, row: Any) -> list[tuple[str, ...]]:
-    """Return the values that only one row of a section may set; plan rows may overlap, and the last one applies."""
-    if isinstance(row, ForwardRow):
-        names = [name for name in row._fields if name not in ("class_name", "reason") and getattr(row, name)]
-        return [(name, row.class_name) for name in names]
-    if isinstance(row, InputRow):
-        return [(row.kind, row.class_name)]
-    if isinstance(row, LayersRow | TorchtitanRow):
-        return [(section, row.class_name)]
-    return [(section,)] if isinstance(row, TowerRow | NoStacksRow) else []
+def _exclusive_values(section: str, entry: Any) -> list[tuple[str, ...]]:
+    """Return the values that only one entry of a section may set.
+
+    Entries of `plan` may overlap: the last one applies.
+    """
+    if isinstance(entry, ForwardCorrection):
+        names = [name for name in entry._fields if name not in ("class_name", "reason") and getattr(entry, name)]
+        return [(name, entry.class_name) for name in names]
+    if isinstance(entry, InputCorrection):
+        return [(entry.kind, entry.class_name)]
+    if isinstance(entry, LayersCorrection | TorchtitanCorrection):
+        return [(section, entry.class_name)]
+    return [(section,)] if isinstance(entry, TowerCorrection | NoStacksCorrection) else []
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,10 +165,10 @@ def _read_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _choice_reader(*words: str) -> ValueReader:
+def _choice_reader(*choices: str) -> ValueReader:
     def read(value: Any) -> str:
-        if value not in words:
-            raise _InvalidValueError(f"one of {', '.join(words)}")
+        if value not in choices:
+            raise _InvalidValueError(f"one of {', '.join(choices)}")
         return str(value)
 
     return read
@@ -207,7 +215,7 @@ def _read_sequence_parallel(value: Any) -> SequenceParallelModules:
         for name in SequenceParallelModules._fields
     }
     try:
-        found = _decode_row(value, SequenceParallelModules, keys, "sequence")
+        found = _decode_entry(value, SequenceParallelModules, keys, "sequence")
     except InvalidCorrectionError as error:
         raise _InvalidValueError(f"a valid object ({error})") from None
     assert isinstance(found, SequenceParallelModules)
@@ -222,7 +230,7 @@ _CLASS_KEY = {"class": _KeySpec("class_name", _read_string, True)}
 
 _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
     "plan": (
-        PlanRow,
+        PlanCorrection,
         {
             "modules": _KeySpec("patterns", _read_string, True),
             "style": _KeySpec("style", _read_style, True),
@@ -234,17 +242,18 @@ _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
         },
     ),
     "absent": (
-        AbsentRow,
+        AbsentCorrection,
         {
             "modules": _KeySpec("patterns", _read_string, True),
             "from_layer": _KeySpec("first_layer", _read_expression, True),
             **_REASON_KEY,
         },
     ),
-    "no_stacks": (NoStacksRow, _REASON_KEY),
-    "defaults": (DefaultsRow, {"config": _KeySpec("config", _read_object, True), **_REASON_KEY}),
+    "no_stacks": (NoStacksCorrection, _REASON_KEY),
+    "defaults": (DefaultsCorrection, {"config": _KeySpec("config", _read_object, True), **_REASON_KEY}),
+    "no_stages": (NoStagesCorrection, {**_CLASS_KEY, **_REASON_KEY}),
     "forward": (
-        ForwardRow,
+        ForwardCorrection,
         {
             **_CLASS_KEY,
             "head": _KeySpec("head", _read_string),
@@ -257,7 +266,7 @@ _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
         },
     ),
     "layers": (
-        LayersRow,
+        LayersCorrection,
         {
             **_CLASS_KEY,
             "language": _KeySpec("language", _list_reader(_read_string), True),
@@ -267,11 +276,11 @@ _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
         },
     ),
     "layer_parts": (
-        LayerPartsRow,
+        LayerPartsCorrection,
         {**{name: _KeySpec(name, _list_reader(_read_string)) for name in ("attention", "mlp", "norms")}, **_REASON_KEY},
     ),
     "inputs": (
-        InputRow,
+        InputCorrection,
         {
             "kind": _KeySpec("kind", _choice_reader(*INPUT_KINDS), True),
             "form": _KeySpec("form", _read_string, True),
@@ -281,12 +290,12 @@ _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
         },
     ),
     "as_tower": (
-        TowerRow,
+        TowerCorrection,
         {
             "any_size": _KeySpec("any_size", _read_boolean),
             "class_token": _KeySpec("class_token", _read_boolean),
             **_REASON_KEY,
         },
     ),
-    "torchtitan": (TorchtitanRow, {**_CLASS_KEY, "form": _KeySpec("form", _read_string, True), **_REASON_KEY}),
+    "torchtitan": (TorchtitanCorrection, {**_CLASS_KEY, "form": _KeySpec("form", _read_string, True), **_REASON_KEY}),
 }

@@ -2,7 +2,7 @@
 
     corrections/gemma3n_text.json    {"plan": [{"modules": ..., "style": ..., "reason": ...}, ...], "absent": [...]}
 
-A section is a list of rows, each with its reason; `correction_rows` defines the meaning of rows, and
+A section is a list of corrections, each with its reason; `correction_types` defines their meaning, and
 `correction_schema` refuses invalid ones. A model type without a file needs no correction. Only the file of the required
 model type is opened: the model type of a checkpoint is looked up among the names of the files, and never becomes part
 of a path.
@@ -15,7 +15,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from ckptx.architecture.correction_rows import AbsentRow, Corrections, PlanRow
+from ckptx.architecture.correction_types import AbsentCorrection, Corrections, PlanCorrection
 from ckptx.architecture.expressions import keys_of
 from ckptx.architecture.model_files import read_index, source_of
 
@@ -30,16 +30,16 @@ def model_types_with_corrections() -> list[str]:
 
 
 def corrections_of(model_type: str) -> Corrections:
-    """Return the rows of a model type; empty if it has no file.
+    """Return the corrections of a model type; empty if it has no file.
 
     Raises:
-        InvalidCorrectionError: The file has an invalid row.
+        InvalidCorrectionError: The file is invalid.
     """
     return _read_corrections(model_type) if model_type in _corrected_model_types() else _NO_CORRECTIONS
 
 
 def corrections_of_class(class_name: str, module: str | None = None) -> Corrections:
-    """Return the rows of the model type of a class; empty for an unknown class.
+    """Return the corrections of the model type of a class, also those for its other classes; empty if unknown.
 
     Args:
         class_name: Name of the class.
@@ -57,24 +57,24 @@ def corrections_of_class(class_name: str, module: str | None = None) -> Correcti
     return corrections_of(model_type)
 
 
-def plan_rows(text_type: str, model_type: str) -> tuple[PlanRow, ...]:
-    """Return the plan rows of a class: those of the model type of its text model, else those of its own.
+def plan_corrections(text_type: str, model_type: str) -> tuple[PlanCorrection, ...]:
+    """Return the plan corrections of a class: those of the model type of its text model, else those of its own.
 
-    Rows of the text model apply to every composite around it.
+    Corrections of the text model apply to every composite around it.
     """
     return corrections_of(text_type).plan or corrections_of(model_type).plan
 
 
-def absent_rows(text_type: str, model_type: str) -> tuple[AbsentRow, ...]:
-    """Return the rows of absent tensors, found like plan rows."""
+def absent_corrections(text_type: str, model_type: str) -> tuple[AbsentCorrection, ...]:
+    """Return the corrections about absent tensors: those of the text model, else those of the class itself."""
     return corrections_of(text_type).absent or corrections_of(model_type).absent
 
 
 def plan_keys(text_type: str, model_type: str) -> frozenset[str]:
-    """Return the keys of the text model's config that its plan rows and rows of absent tensors read."""
-    expressions = [row.first_layer for row in absent_rows(text_type, model_type)]
-    for row in plan_rows(text_type, model_type):
-        expressions += [*row.groups, *chain.from_iterable(row.heads), row.when]
+    """Return the keys of the text model's config that the corrections of its plan and of absent tensors read."""
+    expressions = [absent.first_layer for absent in absent_corrections(text_type, model_type)]
+    for rule in plan_corrections(text_type, model_type):
+        expressions += [*rule.groups, *chain.from_iterable(rule.heads), rule.when]
     return frozenset(chain.from_iterable(map(keys_of, expressions)))
 
 

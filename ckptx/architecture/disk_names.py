@@ -12,7 +12,7 @@ class CheckpointNames:
     """The names of one checkpoint, with the queries that tie decisions need."""
 
     def __init__(self, architecture: Architecture, names: Collection[str]) -> None:
-        """Store both; everything else is computed on demand."""
+        """Store the architecture and the names on disk; everything else is computed on demand."""
         self._architecture = architecture
         self._names = names
 
@@ -70,7 +70,7 @@ def tie_names(ties: Sequence[TiePair], names: CheckpointNames) -> list[tuple[str
 
 
 def _choose_source_name(model_name: str, ties: Sequence[TiePair], names: CheckpointNames) -> str:
-    candidates: dict[str, int] = {}  # naming -> number of names on disk that support it, in order of first mention
+    candidates: dict[str, int] = {}  # source name -> number of target names on disk in its namings
     for pair in ties:
         if pair.namings[0][1] == model_name:
             for target, source in pair.namings:
@@ -90,7 +90,10 @@ def _choose_pair_names(pair: TiePair, source: str, names: CheckpointNames) -> tu
 
 
 def _pair_with_unknown_prefix(pair: TiePair, names: CheckpointNames) -> tuple[str, str] | None:
-    """Return the pair in an unknown naming: one unknown prefix before known names."""
+    """Return the pair in an unknown naming: one unknown prefix before known names.
+
+    None if no name on disk has such a prefix, or if two prefixes are equally likely.
+    """
     votes: dict[tuple[int, str], int] = {}  # (naming, prefix) -> number of names on disk that fit
     for index, naming in enumerate(pair.namings):
         for name in naming:
@@ -102,6 +105,6 @@ def _pair_with_unknown_prefix(pair: TiePair, names: CheckpointNames) -> tuple[st
     first = min(index for (index, _), count in votes.items() if count == most)
     prefixes = [prefix for (index, prefix), count in votes.items() if count == most and index == first]
     if len(prefixes) > 1:
-        return None  # two candidates are equally likely
+        return None
     target, source = pair.namings[first]
     return prefixes[0] + target, prefixes[0] + source

@@ -28,7 +28,7 @@ class Scope(NamedTuple):
     Attributes:
         config: Contents of `config.json`.
         defaults: Defaults of the config class for absent keys, by dotted key.
-        aliases: Alias of the last part of a key that the config class accepts, by dotted key.
+        aliases: Dotted key -> another name of its last part that the config class accepts.
         root: Keys to follow in `config` first: for a text model over the config of its composite.
     """
 
@@ -69,7 +69,7 @@ def evaluate(expression: str, scope: Scope) -> int:
     """Return the value of an expression under a config.
 
     Raises:
-        InputError: A key has no value, or a division is by zero.
+        InputError: A key has no value or an invalid one, or a division is by zero.
         ValueError: The text is not an expression.
     """
     value = try_evaluate(expression, scope)
@@ -82,7 +82,12 @@ def evaluate(expression: str, scope: Scope) -> int:
 
 
 def try_evaluate(expression: str, scope: Scope) -> int | None:
-    """Return the value of an expression; None if a key that it needs has none."""
+    """Return the value of an expression; None if a key that it needs has no value, or a division is by zero.
+
+    Raises:
+        InputError: A key has a string or a fraction as its value.
+        ValueError: The text is not an expression.
+    """
     return _evaluate_tree(_parse(expression), scope)
 
 

@@ -1,8 +1,9 @@
 """Tensors that a class does not have: kinds that a checkpoint may still contain, and why.
 
 Most published checkpoints have tensors that their class does not load: buffers that it computes, layers for speculative
-decoding, parts of a quantized weight. `EXTRA_ROWS` lists these kinds, each with its reason. Any other tensor inside a
-module of the class belongs to another model: loaders drop it, and the model computes something else.
+decoding, parts of a quantized weight. `EXTRA_TENSOR_KINDS` lists these kinds, each with its reason. Any other tensor
+inside a module of the class belongs to another model: loaders drop it, and the loaded model gives other results than
+the original.
 
     mtp.fc.weight                               allowed: a multi-token prediction (MTP) layer
     model.layers.0.self_attn.q_norm.weight      a mismatch: no Llama has it in model.layers.0.self_attn
@@ -24,11 +25,11 @@ from ckptx.mapping.quantization_scales import find_parent
 from ckptx.processes.threads import lazy_property
 
 
-class ExtraRow(NamedTuple):
+class ExtraTensorKind(NamedTuple):
     """A kind of tensor that a checkpoint may have although its class does not.
 
     Attributes:
-        kind: Short name of the kind.
+        name: Short name of the kind.
         pattern: Regular expression that is searched in a name with `*` for indices.
         reason: Reason for such a tensor, which reports repeat.
         is_computed: True for tensors that the class computes when it is built; conversions do not mention them.
@@ -38,7 +39,7 @@ class ExtraRow(NamedTuple):
         needs_weight: True if the name must begin with the name of a weight of the class, or of its module.
     """
 
-    kind: str
+    name: str
     pattern: str
     reason: str
     is_computed: bool = False
@@ -47,59 +48,59 @@ class ExtraRow(NamedTuple):
     needs_weight: bool = False
 
 
-EXTRA_ROWS: tuple[ExtraRow, ...] = (
-    ExtraRow(
+EXTRA_TENSOR_KINDS: tuple[ExtraTensorKind, ...] = (
+    ExtraTensorKind(
         "rotary buffer",
         r"(^|[._])inv_freq$|(^|\.)(rotary_emb|rotary_pos_emb|rope)\.(cos|sin|freqs)(_cached|_cis)?$"
         r"|(^|\.)(cos|sin)_cached$|(^|\.)freqs_cis$",
         "buffer of rotary embeddings, computed from the config",
         is_computed=True,
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "causal mask",
         r"(^|\.)(attn|attention|self_attn|crossattention)\.(bias|mask|causal_mask)$",
         "causal mask that older releases saved, computed by the class",
         is_computed=True,
         dims=(2, 3, 4),
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "value of masked scores",
         r"(^|\.)(attn|attention|self_attn|crossattention)\.masked_bias$",
         "constant for masked scores that older releases saved",
         is_computed=True,
         dims=(0, 1),
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "ids",
         r"(^|\.)(position_ids|token_type_ids)$",
         "buffer of ids that count up, computed by the class",
         is_computed=True,
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "table of positions",
         r"(^|\.)(relative_position_index|relative_coords_table|attn_mask)$"
         r"|(^|\.)embed_positions\.(weights|_float_tensor)$",
         "table of positions that follows from sizes, computed by the class",
         is_computed=True,
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "version",
         r"(^|\.)version$",
         "version number that fairseq saved",
         is_computed=True,
         dims=(0, 1),
     ),
-    ExtraRow(
-        "further tokens",
+    ExtraTensorKind(
+        "MTP layer",
         r"^[^*]*(?<![^.])(mtp|nextn)[A-Za-z0-9_]*(\.|$)",
         "multi-token prediction (MTP) layer, for speculative decoding",
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "extra state",
         r"(^|\.)_extra_state$",
         "state of Transformer Engine, which no class of transformers has",
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "packed weight",
         r"\.(qweight|qzeros|scales|zeros|g_idx|perm|weight_packed|weight_shape|weight_zero_point|weight_g_idx"
         r"|weight_scale(s|_inv|_2)?|weight_global_scale|SCB|weight_format|absmax|quant_map|nested_absmax"
@@ -107,27 +108,27 @@ EXTRA_ROWS: tuple[ExtraRow, ...] = (
         "packed data or scale of a quantized weight",
         needs_weight=True,
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "scale of activations",
         r"\.(input_scale|output_scale|activation_scale|input_global_scale|input_zero_point|output_zero_point"
         r"|[qkv]_scale|prob_scale|kv_scale|[qkv]_zero_point|act\.scales)$|(^|\.)[a-z_]*quantizer\._[a-z_]+$"
         r"|(^|\.)(activation_post_process|weight_fake_quant)\.",
         "scale of quantized activations or of a quantized KV cache",
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "scale of a parameter",
         r"_(blocks|scales|scale|scale_inv|scale_2|packed|bias_scale|zero_point|qdata)$|\.(scale|zero|qscale_weight"
         r"|qscale_act)$",
         "packed data or scale of a quantized weight",
         needs_weight=True,
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "weight norm",
         r"\.weight_g$",
         "magnitude of a weight norm under the name of older releases of torch",
         parent=r".parametrizations.weight.original0",
     ),
-    ExtraRow(
+    ExtraTensorKind(
         "weight norm",
         r"\.weight_v$",
         "direction of a weight norm under the name of older releases of torch",
@@ -139,7 +140,7 @@ and `ckptx.formats.hf.reader.refuse_adapters` refuses them."""
 
 IGNORED_REASON = "ignored by the class"
 QUANTIZED_REASON = "part of a quantized weight of the class"
-OUTSIDE_REASON = "outside of the modules of the class"
+OUTSIDE_REASON = "outside the modules of the class"
 _PACKED_KIND = "packed weight"
 # Heads of classifiers, taggers and models that answer questions, by their names in most classes.
 _TASK_HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs"})
@@ -150,17 +151,20 @@ class ExtraTensor(NamedTuple):
     """A tensor that the class does not have.
 
     Attributes:
-        reason: Reason why a checkpoint may have it; empty for a tensor of another model.
-        module: Innermost module of the class that contains it, with `*` for indices; empty if there is none.
+        reason: Reason why a checkpoint may have it. Empty for a mismatch: a tensor that no reason explains, in a module
+            of the class or in place of a head that is not stored.
+        module: Innermost module of the class that contains it, with `*` for indices. Empty if there is none, and for an
+            expected tensor.
         is_computed: True if the class computes it.
-        is_safe_to_drop: True if the model is the same without it: a row of `EXTRA_ROWS` matches it, the class ignores
-            it, or it belongs to a quantized weight.
+        is_expected: True if its presence is no sign of another model: one of `EXTRA_TENSOR_KINDS` matches it, the class
+            ignores it, or it belongs to a quantized weight. Tensors of other classes, or outside of the modules of the
+            class, have a reason but are not expected.
     """
 
     reason: str
     module: str = ""
     is_computed: bool = False
-    is_safe_to_drop: bool = False
+    is_expected: bool = False
 
 
 class ExtraTensors:
@@ -240,28 +244,28 @@ class ExtraTensors:
         return self._by_pattern[pattern, dims] or self._classify_by_module(name, pattern)
 
     def _classify_by_pattern(self, pattern: str, dims: int) -> ExtraTensor | None:
-        """Return the first row that matches a pattern, or the class's own ignore rule; None if neither matches."""
-        row = next((row for row in EXTRA_ROWS if self._matches_row(row, pattern, dims)), None)
-        if row is not None:
-            return ExtraTensor(row.reason, is_computed=row.is_computed, is_safe_to_drop=True)
-        return ExtraTensor(IGNORED_REASON, is_safe_to_drop=True) if self._architecture.expects(pattern) else None
+        """Return the first kind, or the class's own ignore rule, that matches a pattern; None if none matches."""
+        kind = next((each for each in EXTRA_TENSOR_KINDS if self._matches_kind(each, pattern, dims)), None)
+        if kind is not None:
+            return ExtraTensor(kind.reason, is_computed=kind.is_computed, is_expected=True)
+        return ExtraTensor(IGNORED_REASON, is_expected=True) if self._architecture.ignores(pattern) else None
 
-    def _matches_row(self, row: ExtraRow, pattern: str, dims: int) -> bool:
-        match = re.search(row.pattern, pattern)
-        if match is None or (row.dims and dims not in row.dims):
+    def _matches_kind(self, kind: ExtraTensorKind, pattern: str, dims: int) -> bool:
+        match = re.search(kind.pattern, pattern)
+        if match is None or (kind.dims and dims not in kind.dims):
             return False
-        if row.parent and not self._owns(pattern[: match.start()] + row.parent):
+        if kind.parent and not self._owns(pattern[: match.start()] + kind.parent):
             return False
-        return not row.needs_weight or find_parent(pattern, self._owns) is not None
+        return not kind.needs_weight or find_parent(pattern, self._owns) is not None
 
     def _classify_by_module(self, name: str, pattern: str) -> ExtraTensor:
         if self.is_part_of_quantized_weight(name):
-            return ExtraTensor(QUANTIZED_REASON, is_safe_to_drop=True)
+            return ExtraTensor(QUANTIZED_REASON, is_expected=True)
         other, module = self._other_class(pattern), self._innermost_module(pattern)
         is_head = not self._is_in_base_model(pattern) and (bool(other) or pattern.split(".")[0] in _TASK_HEADS)
         if is_head and self._lacks_own_head:
-            return ExtraTensor("", module or "the position of the class's own head, which is not stored")
-        if other and pattern.rpartition(".")[0] not in self._modules:  # not a bias that the own head lacks
+            return ExtraTensor("", module)
+        if other and pattern.rpartition(".")[0] not in self._modules:  # not a bias that the class's head lacks
             return ExtraTensor(f"of {other}, another class of this model type", module)
         return ExtraTensor("", module) if module else ExtraTensor(OUTSIDE_REASON)
 
@@ -275,7 +279,7 @@ class ExtraTensors:
     @lazy_property
     def _quantized_modules(self) -> frozenset[str]:
         """Names of weights, without ".weight", that are packed or not of a plain float dtype."""
-        packed = [re.compile(row.pattern) for row in EXTRA_ROWS if row.kind == _PACKED_KIND]
+        packed = [re.compile(each.pattern) for each in EXTRA_TENSOR_KINDS if each.name == _PACKED_KIND]
         found = set()
         for name, entry in self._tensors.items():
             if self._owns(name):
@@ -294,8 +298,8 @@ class ExtraTensors:
     def _lacks_own_head(self) -> bool:
         """Return True if the class has a head, and the checkpoint has no tensor of it.
 
-        A head of another class then makes it a checkpoint of that class: a classifier with the config of a language
-        model whose own head is tied, and so not stored.
+        Then a head of another class means that the checkpoint is of that class, for example a classifier with the
+        config of a language model, whose own head is tied and so not stored.
         """
         patterns = {pattern_of(name) for name in self._tensors}
         if not self._architecture.base_prefix or not any(map(self._is_in_base_model, patterns)):

@@ -2,15 +2,19 @@
 
     {"modules": ["gate_up_proj", "Wi"], "equal": 2, "reason": "[gate|up]"}
 
-The rows never decide how TP shards a tensor. They decide whether a shard, made by whatever rule, is `aligned`: see
+The entries never decide how TP shards a tensor. They decide whether a shard, made by whatever rule, is `aligned`: see
 `ckptx.layout.composition`. A plan may shard a fused projection in plain chunks, as transformers' own plans do with
 ``colwise_gather_output``, and a user's plan may do so by mistake.
 
-A row names the last one or two components of module paths; of two rows that name the same, the first whose `types`
-admit the model type of the text model is used. `parts` are candidates, each a list of [number, size of one] as
-expressions over ``config.json``: the first that adds up to the dim of the stored tensor is used. `equal` is a number of
-equal parts if none does. A projection with a row whose parts are not found is never aligned: nothing shows that its
-shards hold whole parts.
+An entry names the last one or two components of module paths; of two entries that name the same, the first whose
+`types` admit the model type of the text model is used. `parts` are candidates for the fused parts, each a list with
+[number of heads or features, size of one] for each part, as expressions over ``config.json``:
+
+    {"modules": ["kv_proj"], "parts": [[["kv_heads", "kv_channels"], ["kv_heads", "kv_channels"]]], "reason": "[k|v]"}
+
+The first candidate that adds up to the dim of the stored tensor is used. If none does, the dim has `equal` parts of the
+same size. A projection with an entry whose parts are not found is never aligned: nothing shows that its shards hold
+whole parts.
 """
 
 from __future__ import annotations
@@ -35,15 +39,15 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CountSizePairs = tuple[tuple[str, str], ...]
 
 
-class FusedRow(NamedTuple):
-    """A row of `fused.json`: the parts that the named modules are fused from.
+class FusedProjection(NamedTuple):
+    """An entry of `fused.json`: the parts that the named modules are fused from.
 
     Attributes:
         modules: Last one or two components of module paths.
         candidates: Parts in the order in which they are stored, as expressions for their number and the size of one.
         num_equal_parts: Number of equal parts if no candidate fits; 1 if the features are not fused, 0 if unknown.
         side: "out" for output features, "in" for input features.
-        types: Model types of the text model that the row is about; empty for all.
+        types: Model types of the text model that the entry is about; empty for all.
         reason: Fused parts in a few words, for maintainers.
     """
 
@@ -56,8 +60,8 @@ class FusedRow(NamedTuple):
 
 
 @functools.cache
-def fused_rows() -> tuple[FusedRow, ...]:
-    """Return the rows of `fused.json`, with the abbreviations in its expressions expanded."""
+def fused_projections() -> tuple[FusedProjection, ...]:
+    """Return the entries of `fused.json`, with the abbreviations in its expressions expanded."""
     document = json.loads(FUSED_FILE.read_text(encoding="utf-8"))
     names: dict[str, str] = document["names"]
 
@@ -65,24 +69,25 @@ def fused_rows() -> tuple[FusedRow, ...]:
         return _IDENTIFIER.sub(lambda word: f"({expand(names[word[0]])})" if word[0] in names else word[0], expression)
 
     return tuple(
-        FusedRow(
-            tuple(row["modules"]),
-            tuple(tuple((expand(count), expand(size)) for count, size in pairs) for pairs in row.get("parts", ())),
-            row.get("equal", 0),
-            row.get("side", "out"),
-            tuple(row.get("types", ())),
-            row["reason"],
+        FusedProjection(
+            tuple(values["modules"]),
+            tuple(tuple((expand(count), expand(size)) for count, size in pairs) for pairs in values.get("parts", ())),
+            values.get("equal", 0),
+            values.get("side", "out"),
+            tuple(values.get("types", ())),
+            values["reason"],
         )
-        for row in document["rows"]
+        for values in document["projections"]
     )
 
 
 def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositions:
-    """Return the compositions of a known class under a ``config.json``.
+    """Return the heads and fused parts of each projection of a known class, with the sizes in a ``config.json``.
 
     Args:
         structure: Structure of the class.
-        scopes: The scope of the config, then one for each kind of layer with numbers of its own.
+        scopes: Sources of values for the expressions: the whole config, then one for each kind of layer with sizes of
+            its own (`per_layer_config`).
     """
     layers = [(scope, structure.text_config_path) for scope in scopes]
     towers = [(Scope(each), "") for each in scopes[0].config.values() if isinstance(each, Mapping)]
@@ -95,8 +100,8 @@ def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositio
     )
 
 
-def compositions_of_unknown(config: Mapping[str, Any] | None) -> Compositions:
-    """Return the compositions that module names and config keys suggest for an unknown class."""
+def compositions_of_unknown_class(config: Mapping[str, Any] | None) -> Compositions:
+    """Return the heads and fused parts that module names and config keys suggest for an unknown class."""
     config = config or {}
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)]
     return Compositions(
@@ -105,23 +110,32 @@ def compositions_of_unknown(config: Mapping[str, Any] | None) -> Compositions:
 
 
 def _compositions_by_module(scopes: Iterable[tuple[Scope, str]], text_type: str) -> dict[str, Composition]:
-    """Return the compositions by module name, with the numbers of all scopes as candidates."""
+    """Return the heads and fused parts by module name, with the sizes of all scopes as candidates.
+
+    Args:
+        scopes: Each scope with the dotted path from its config to the config of the text model.
+        text_type: Model type of the text model.
+    """
     scopes = list(scopes)
     compositions: dict[str, Composition] = {}
-    for row in fused_rows():
-        if row.types and text_type not in row.types:
+    for projection in fused_projections():
+        if projection.types and text_type not in projection.types:
             continue
-        candidates = (_evaluate_parts(pairs, scope, text) for scope, text in scopes for pairs in row.candidates)
-        composition = Composition(
-            row.side, tuple(dict.fromkeys(each for each in candidates if each)), row.num_equal_parts
+        candidates = (
+            _evaluate_parts(pairs, scope, text_config_path)
+            for scope, text_config_path in scopes
+            for pairs in projection.candidates
         )
-        for module in row.modules:
+        composition = Composition(
+            projection.side, tuple(dict.fromkeys(each for each in candidates if each)), projection.num_equal_parts
+        )
+        for module in projection.modules:
             compositions.setdefault(module, composition)
     return compositions
 
 
 def _evaluate_parts(pairs: CountSizePairs, scope: Scope, text_config_path: str) -> tuple[Part, ...] | None:
-    """Return the numbers of a candidate; None if the config lacks one, or has a value that is not a number."""
+    """Return the numbers of a candidate; None if the config lacks one, or one is not a positive integer."""
     try:
         numbers = [
             (

@@ -74,7 +74,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
     patterns = {pattern_of(name) for name in names}
     patterns = {each for each in patterns if not (is_optimizer(each) or is_trainer_state(each))}
     candidates = (lookup(name, model_type) for name in classes_of(model_type))
-    fits = sorted(_fit_class(known, config, patterns) for known in candidates if known is not None)
+    fits = sorted(_fit_class(architecture, config, patterns) for architecture in candidates if architecture is not None)
     if not fits or (
         2 * fits[0].unknown_patterns > len(patterns) and not _is_stored_several_times(fits[0], patterns, model_type)
     ):
@@ -89,23 +89,25 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
 
 def _is_stored_several_times(fit: _ClassFit, patterns: set[str], model_type: str) -> bool:
     """Return True if most unknown names are copies of the class's names under other prefixes."""
-    known = lookup(fit.class_name, model_type)
-    if known is None or fit.unknown_patterns == len(patterns):
+    architecture = lookup(fit.class_name, model_type)
+    if architecture is None or fit.unknown_patterns == len(patterns):
         return False
     parts = (pattern.split(".") for pattern in patterns)
-    matching = sum(any(".".join(each[start:]) in known.name_patterns for start in range(len(each))) for each in parts)
+    matching = sum(
+        any(".".join(each[start:]) in architecture.name_patterns for start in range(len(each))) for each in parts
+    )
     return 2 * matching >= len(patterns)
 
 
-def _fit_class(known: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _ClassFit:
-    present = set(assign_roles(patterns, known.name_patterns).model)
-    owned = {each for each in present if known.owns(each)}
+def _fit_class(architecture: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _ClassFit:
+    present = set(assign_roles(patterns, architecture.name_patterns).model)
+    owned = {each for each in present if architecture.owns(each)}
     return _ClassFit(
         len(patterns) - len(owned),
-        len(_missing_head_modules(known, config, owned)),
-        len(owned - known.model_names),
-        _class_rank(known.class_name, config.get("is_decoder") is True),
-        known.class_name,
+        len(_missing_head_modules(architecture, config, owned)),
+        len(owned - architecture.model_name_patterns),
+        _class_rank(architecture.class_name, config.get("is_decoder") is True),
+        architecture.class_name,
     )
 
 
@@ -117,18 +119,20 @@ def _class_rank(class_name: str, is_decoder: bool) -> int:
     return next(positions, len(_PREFERRED_ENDINGS))
 
 
-def _missing_head_modules(known: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
+def _missing_head_modules(architecture: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
     """Return modules outside of the base model without a tensor on disk, their own or a tied one.
 
     A part of the base model is not a head, even if another kind of it has disk names that begin with that part.
     """
-    prefix = f"{known.base_prefix}."
-    base_names = [each for each in known.model_names if known.base_prefix and each.startswith(prefix)]
-    heads = known.model_names - set(base_names) if base_names else frozenset[str]()
+    prefix = f"{architecture.base_prefix}."
+    base_names = [
+        each for each in architecture.model_name_patterns if architecture.base_prefix and each.startswith(prefix)
+    ]
+    heads = architecture.model_name_patterns - set(base_names) if base_names else frozenset[str]()
     modules = _first_parts(heads) - _first_parts(each.removeprefix(prefix) for each in base_names)
     tied = {
         name.partition(".")[0]
-        for pair in known.ties
+        for pair in architecture.ties
         if pair.flag.is_set(config)
         for naming in pair.namings
         if any(pattern_of(each) in owned for each in naming)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.architecture.architecture import Architecture, TieFlag
-from ckptx.architecture.class_table import find_row
+from ckptx.architecture.class_table import find_class_record
 from ckptx.architecture.configs import invalid_value_message
-from ckptx.architecture.overrides import suffix_architecture
+from ckptx.architecture.suffix_ties import suffix_architecture
 from ckptx.errors import InputError, missing_package
 
 
@@ -43,13 +43,13 @@ def find_architecture(
     class_name, model_type = names[0], str(config.get("model_type") or "")
     has_remote_code = bool(config.get("auto_map"))
     # Class names are not unique among remote code; a config with code of its own must match the model type, too.
-    row = find_row(class_name, model_type if has_remote_code else None)
-    known = row.architecture_for(config) if row is not None and row.covers(config) else None
+    record = find_class_record(class_name, model_type if has_remote_code else None)
+    known = record.architecture_for(config) if record is not None and record.covers(config) else None
     if known is not None:
         return _with_text_config_paths(known, config)
-    if row is None and ((has_remote_code and not trust_remote_code) or not class_name.isidentifier()):
-        return suffix_architecture(class_name, model_type)  # not a possible class name, so nothing is imported
-    built = _introspect(config, class_name, config_dir, trust_remote_code and row is None)
+    if record is None and ((has_remote_code and not trust_remote_code) or not class_name.isidentifier()):
+        return suffix_architecture(class_name, model_type)  # its code must not run, or it cannot be a class
+    built = _introspect(config, class_name, config_dir, trust_remote_code and record is None)
     return _with_text_config_paths(built, config) if built else suffix_architecture(class_name, model_type)
 
 
@@ -66,7 +66,7 @@ def _refuse_invalid_keys(config: Mapping[str, Any]) -> None:
 
 
 def _with_text_config_paths(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Move keys to ``text_config`` if a text-only class is used with the config of its composite."""
+    """Return the architecture with its keys in ``text_config`` if the config is that of a composite with the class."""
     nested = config.get("text_config")
     if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
         return architecture

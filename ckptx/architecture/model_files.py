@@ -4,10 +4,11 @@
     models/llama.json    {"source": {"directories": ["llama"], "digest": ...}, "classes": {...}, "bodies": {...},
                           "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
 
-A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in `class_rows`
-and `structure_rows`, `shapes` and `shape_bodies` in `shape_rows`; `tools/model_file_writer.py` writes them. `source`
-distinguishes the code that was introspected from other code of the same name. Only the file of the required class is
-opened. The index names the file: the class and model type of a checkpoint never become part of a path.
+A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in
+`class_decoding` and `structure_decoding`, `shapes` and `shape_bodies` in `shape_decoding`; `tools/model_file_writer.py`
+writes them. `source` distinguishes the code that was introspected from other code of the same name. Only the file of
+the required class is opened. The index names the file: the class and model type of a checkpoint never become part of a
+path.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def sections_of(class_name: str) -> Sections | None:
 
 
 def source_of(class_name: str) -> Mapping[str, Any] | None:
-    """Return `directories` of transformers with the code of a class, and its `digest`; None for an unknown class."""
+    """Return the section `source` for a class; None for an unknown class.
+
+    `directories` lists the directories of transformers with its code, and `digest` is the digest of this code.
+    """
     sections = sections_of(class_name)
     return None if sections is None else sections["source"]
 

@@ -45,7 +45,8 @@ def find_model_names(
         prefix: Prefix of the model's names; None to detect it.
 
     Raises:
-        InputError: No name has the prefix.
+        InputError: No name has the prefix, or the config lacks a number that a conversion of a trainer needs.
+        UnsupportedError: The names are those of a trainer that cannot hold this model; see `find_trainer_conversions`.
     """
     architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
     known = known_names(architecture, config)
@@ -59,7 +60,13 @@ def find_model_names(
 def apply_trainer_naming(
     disk_architecture: Architecture | None, config: dict[str, Any] | None, names: Collection[str]
 ) -> tuple[Architecture | None, tuple[Conversion, ...]]:
-    """Return the architecture under the names of a checkpoint, and the conversions to disk names."""
+    """Return the architecture under the names of a checkpoint, and the conversions to disk names.
+
+    The conversions are empty if the names are not those of a trainer.
+
+    Raises:
+        InputError, UnsupportedError: See `find_trainer_conversions`.
+    """
     if disk_architecture is None or config is None:
         return disk_architecture, ()
     trainer_conversions = find_trainer_conversions(disk_architecture, config, names)

@@ -1,6 +1,7 @@
 """Evaluate a structure under a ``config.json``: plan, stacks, and conversions with numbers.
 
-Precedence for a plan: correction rows (`corrections`), then the model's own plan; unmatched tensors are replicated.
+Precedence for a plan: corrections, then the model's own plan, then rules for the embedding and the output head;
+unmatched tensors are replicated.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptx.architecture.correction_rows import PlanRow, expand_braces
-from ckptx.architecture.corrections import absent_rows, plan_rows
+from ckptx.architecture.correction_types import PlanCorrection, expand_braces
+from ckptx.architecture.corrections import absent_corrections, plan_corrections
 from ckptx.architecture.expressions import Scope, evaluate, try_evaluate
 from ckptx.architecture.fused import compositions_of
 from ckptx.architecture.structure import (
@@ -34,7 +35,7 @@ _VOCABULARY_REASON = "vocabulary rows"
 def plan_of(
     structure: Structure, model_type: str, config: Mapping[str, Any], names: frozenset[str], version: str
 ) -> TensorParallelPlan:
-    """Return the plan of a class: its correction rows, then its own plan.
+    """Return the plan of a class: its corrections, its own plan, and rules for an embedding and a head without one.
 
     Args:
         structure: Structure of the class.
@@ -42,6 +43,9 @@ def plan_of(
         config: Contents of `config.json`.
         names: Patterns of its tensors.
         version: Version of transformers that was introspected.
+
+    Raises:
+        InputError: A number that a rule reads is a string or a fraction in the config.
     """
     scope = _structure_scope(structure, config)
     scopes = _layer_scopes(structure, scope)
@@ -74,7 +78,7 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
     """Return the lists of layers in the order they run.
 
     Raises:
-        InputError: `config.json` does not tell the number of layers.
+        InputError: `config.json` does not give the number of layers.
     """
     scope = _structure_scope(structure, config)
     return tuple(Stack(stack.path, _layer_count(stack, scope), stack.before, stack.after) for stack in structure.stacks)
@@ -83,7 +87,7 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
 def _layer_count(stack: StackRule, scope: Scope) -> int:
     count = evaluate(stack.length, scope)
     if not 0 <= count <= MAX_LAYERS:
-        raise InputError(f"config.json: {stack.length} is {count} and must be 0 to {MAX_LAYERS}; correct config.json")
+        raise InputError(f"config.json: {stack.length} is {count} and must be between 0 and {MAX_LAYERS:,}; correct it")
     return count
 
 
@@ -107,43 +111,47 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
 
 
 def is_unused(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
-    """Return True if the model does not use a tensor, although its pattern is one of the class."""
-    rows = absent_rows(structure.text_type, model_type)
-    if not rows:
+    """Return True if the model does not use a tensor, although its pattern is one of the class.
+
+    Raises:
+        InputError: The config lacks a number that decides it.
+    """
+    corrections = absent_corrections(structure.text_type, model_type)
+    if not corrections:
         return False
     pattern = pattern_of(name)
     for stack in structure.stacks:
         prefix = stack.path + "."
-        for row in rows if name.startswith(prefix) else ():
+        for absent in corrections if name.startswith(prefix) else ():
             index = name.removeprefix(prefix).split(".")[0]
-            modules = expand_braces(row.patterns.replace("@layers", stack.path))
+            modules = expand_braces(absent.patterns.replace("@layers", stack.path))
             if index.isdecimal() and any(matches_parameter(module, (pattern,)) for module in modules):
                 return int(index) >= evaluate(
-                    in_sub_config(row.first_layer, structure.text_config_path), _structure_scope(structure, config)
+                    in_sub_config(absent.first_layer, structure.text_config_path), _structure_scope(structure, config)
                 )
     return False
 
 
 def _correction_rules(structure: Structure, model_type: str, scopes: Sequence[Scope]) -> Iterator[tuple[str, Rule]]:
     scope = scopes[0]
-    for row in plan_rows(structure.text_type, model_type):
-        if not try_evaluate(in_sub_config(row.when, structure.text_config_path), scope):
+    for correction in plan_corrections(structure.text_type, model_type):
+        if not try_evaluate(in_sub_config(correction.when, structure.text_config_path), scope):
             continue
-        groups = [try_evaluate(in_sub_config(each, structure.text_config_path), scope) for each in row.groups]
+        groups = [try_evaluate(in_sub_config(each, structure.text_config_path), scope) for each in correction.groups]
         if None in groups:
             continue
         pairs = tuple(
             (in_sub_config(count, structure.text_config_path), in_sub_config(size, structure.text_config_path))
-            for count, size in row.heads
+            for count, size in correction.heads
         )
         rule_heads = _evaluate_heads(pairs, scopes)
-        for pattern in _row_patterns(row, structure):
+        for pattern in _correction_patterns(correction, structure):
             yield (
                 pattern,
                 Rule(
-                    row.style,
+                    correction.style,
                     "override",
-                    row.reason,
+                    correction.reason,
                     tuple(each for each in groups if each is not None),
                     rule_heads,
                     pattern in structure.transposed,
@@ -151,11 +159,11 @@ def _correction_rules(structure: Structure, model_type: str, scopes: Sequence[Sc
             )
 
 
-def _row_patterns(row: PlanRow, structure: Structure) -> Iterator[str]:
-    """Yield the patterns of a row, for every list of layers."""
+def _correction_patterns(correction: PlanCorrection, structure: Structure) -> Iterator[str]:
+    """Yield the patterns of a correction, for every list of layers."""
     for stack in structure.stacks:
         container = stack.path.rpartition(".")[0]
-        text = row.patterns.replace("@layers", stack.path)
+        text = correction.patterns.replace("@layers", stack.path)
         yield from expand_braces(text.replace("@around.", f"{container}." if container else ""))
 
 

@@ -124,9 +124,9 @@ class ExpectedShapes(NamedTuple):
         counts: Path before a star -> number of indices.
         required: Patterns of required tensors, one for each index of each star.
         stated_paths: Paths before a first star whose count the config states; the others are measured.
-        absent_patterns: Patterns of the class that a model with this config does not have, with the keys that determine
-            it.
-        added_patterns: Patterns that a model has because of a key of this config, with that key.
+        absent_patterns: Pattern of the class that a model with this config does not have -> keys that determine it,
+            separated by commas.
+        added_patterns: Pattern that a model has because of a key of this config -> that key.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
@@ -179,7 +179,7 @@ class ShapeRules:
             written by hand to name the class only.
 
         Raises:
-            InputError: A value is not a number, or a resulting size is below one.
+            InputError: A value is a string or a fraction, or a number of modules is negative or above 2**20.
         """
         for key, model_type in self.models.items():
             nested = config.get(key)
@@ -272,8 +272,8 @@ class ShapeRules:
         )
         if self.models and is_as_measured:  # names of other parts than those of the config
             measured = self.shapes.keys() | self.required | self.other_patterns
-            kinds = ", ".join(f"{key}.model_type" for key in self.models)
-            absent |= dict.fromkeys(all_patterns - measured - by_pattern.keys(), kinds)
+            model_type_keys = ", ".join(f"{key}.model_type" for key in self.models)
+            absent |= dict.fromkeys(all_patterns - measured - by_pattern.keys(), model_type_keys)
         return absent
 
     def _has_number(self, scope: Scope) -> bool:
@@ -307,7 +307,9 @@ def _evaluate_count(text: str, scope: Scope) -> int | None:
     found = try_evaluate(text, scope)
     if found is not None and not 0 <= found <= _MAX_COUNT:
         keys = sorted(keys_of(text))
-        raise InputError(invalid_value_message(keys[0].split("."), scope.value(keys[0]), "the number of modules"))
+        raise InputError(
+            invalid_value_message(keys[0].split("."), scope.value(keys[0]), f"between 0 and {_MAX_COUNT:,}")
+        )
     return found
 
 

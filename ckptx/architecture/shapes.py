@@ -35,7 +35,7 @@ def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> Ex
 
 
 def states_layer_count(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Return True if the config itself has a number of layers; one that only names the class has its defaults."""
+    """Return True if the config itself states a number of layers; False if it is the default of the config class."""
     structure = architecture.structure
     scope = Scope(config, {}, structure.aliases, structure.root)
     return any(scope.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
@@ -45,7 +45,7 @@ def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> Shape
     """Return a function from the name of a model tensor to its shape; None for an unknown shape.
 
     Shapes that the table lacks come from a model without storage, which requires importing torch: only for tensors that
-    may be stored transposed, which names alone do not tell.
+    may be stored transposed, which names alone do not show.
 
     Args:
         architecture: Architecture of the class, under disk names.
@@ -85,7 +85,10 @@ def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> Shape
 
 
 def _ambiguous_patterns(conversions: Collection[Conversion]) -> frozenset[str]:
-    """Return the patterns of model tensors whose form on disk no operation determines."""
+    """Return the patterns of model tensors whose conversion depends on shapes.
+
+    They may be stored transposed, or are split into parts of unknown size.
+    """
     return frozenset(
         pattern_of(target)
         for conversion in conversions

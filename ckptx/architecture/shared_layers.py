@@ -16,40 +16,40 @@ _MAX_LAYERS = 1 << 12  # maximum number of layers in a list
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """Rule by which the layers of one kind share modules: number i of the kind uses those of number i % period.
+    """Rule by which the layers of one kind share modules: layer i of the kind uses those of layer i % period.
 
     Attributes:
         paths: Paths of the list of layers, in model names first, then in other namings that load.
-        kinds: Config key that lists the kind of every layer.
+        kinds_key: Config key that lists the kind of every layer.
         kind: Kind of the layers that share.
-        count: Config key with the number of layers.
-        period: Config key with the number of these layers that have modules of their own; empty if it is one.
-        default: Value of `period` if the config omits it.
+        count_key: Config key with the number of layers.
+        period_key: Config key with the number of these layers that have modules of their own; empty if it is one.
+        default_period: That number if the config omits the key.
         names: Pattern below a layer -> config key that enables the tensor, empty if all models have it. A star stands
             for the positions, among the layers of this kind, of those that share the tensor.
         flag: Rule for when they are tied.
     """
 
     paths: tuple[str, ...]
-    kinds: str
+    kinds_key: str
     kind: str
-    count: str
-    period: str
-    default: int
+    count_key: str
+    period_key: str
+    default_period: int
     names: Mapping[str, str]
     flag: TieFlag
 
     def covers(self, config: Mapping[str, Any]) -> bool:
         """Return True if a ``config.json`` has everything that the ties follow from, in the measured form."""
-        kinds = config.get(self.kinds)
+        kinds = config.get(self.kinds_key)
         if not isinstance(kinds, list) or not all(isinstance(each, str) for each in kinds):
             return False
         switches = (config.get(key, False) for key in self.names.values() if key)
         period = self._period(config)
         return (
-            len(kinds) == config.get(self.count)
+            len(kinds) == config.get(self.count_key)
             and len(kinds) <= _MAX_LAYERS
-            and "layer_types" not in {*config} - {self.kinds}
+            and "layer_types" not in {*config} - {self.kinds_key}
             and isinstance(period, int)
             and not isinstance(period, bool)
             and period >= 1
@@ -58,7 +58,7 @@ class SharedLayers:
 
     def ties(self, config: Mapping[str, Any]) -> tuple[TiePair, ...]:
         """Return all pairs under a config that this `covers`."""
-        layers = [index for index, kind in enumerate(config[self.kinds]) if kind == self.kind]
+        layers = [index for index, kind in enumerate(config[self.kinds_key]) if kind == self.kind]
         period = self._period(config)
         pairs = []
         for position, layer in list(enumerate(layers))[period:]:
@@ -69,7 +69,7 @@ class SharedLayers:
         return tuple(pairs)
 
     def _period(self, config: Mapping[str, Any]) -> Any:
-        return config.get(self.period, self.default) if self.period else 1
+        return config.get(self.period_key, self.default_period) if self.period_key else 1
 
     def _shared_names(self, config: Mapping[str, Any], positions: range) -> list[str]:
         """Return the names below a layer for the module that the layers at these positions share."""
@@ -84,5 +84,13 @@ class SharedLayers:
 def decode_shared(values: Mapping[str, Any]) -> SharedLayers:
     """Return the shared layers of a class in a model file."""
     flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
-    fields = {key: values[key] for key in ("kinds", "kind", "count", "period", "default", "names")}
-    return SharedLayers(paths=tuple(values["paths"]), flag=flag, **fields)
+    return SharedLayers(
+        paths=tuple(values["paths"]),
+        kinds_key=values["kinds"],
+        kind=values["kind"],
+        count_key=values["count"],
+        period_key=values["period"],
+        default_period=values["default"],
+        names=values["names"],
+        flag=flag,
+    )

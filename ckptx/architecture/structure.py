@@ -57,7 +57,7 @@ class Structure:
             root.
         text_type: The model type of that config.
         head: Module that maps to the vocabulary; empty if there is none.
-        embedding: Module that maps from the vocabulary, likewise.
+        embedding: Module that maps from the vocabulary; empty if there is none.
         plan: Tensor-parallel plan of the model, pattern -> style, without entries that match nothing.
         stacks: Lists of layers in the order they run.
         heads: Pattern of the plan -> candidates (number of heads, size of a head), whose product is the sharded dim of
@@ -67,7 +67,7 @@ class Structure:
             tensors that are stored in another form.
         other_conversions: The same for the other namings that can be loaded, as far as they differ from `conversions`.
         defaults: Defaults of the config classes for keys of expressions that `config.json` omits.
-        aliases: Alias of a key that the config class accepts; the last part of the dotted key only.
+        aliases: Dotted key -> another name of its last part that the config class accepts.
         root: Keys to follow in `config.json` first, see `Scope`.
     """
 

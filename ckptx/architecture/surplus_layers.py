@@ -54,7 +54,9 @@ def unexplained_layers(
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, SurplusLayer]]:
-    """Yield the layers that are not MTP layers, with the name of their first tensor.
+    """Yield the name of the first tensor and the layer, for each layer that is no MTP layer.
+
+    A layer with a tensor that the class may have for another reason is left out, too.
 
     Args:
         layers: Layer of each tensor after the last one, by name.

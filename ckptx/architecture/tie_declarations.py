@@ -1,4 +1,7 @@
-"""Convert the tie declarations of model classes to one form: a dict of plain names."""
+"""Convert the tie declarations of model classes to one form: a dict of plain names, target -> source.
+
+The target is the name that a checkpoint may omit; the source is the name that it stores.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 
 def existing_pairs(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the pairs of tensors that exist; a few classes leave a regex anchor at the end of a plain name."""
+    """Return the pairs whose names both exist, without the `$` of a regex that a few classes leave at their end."""
     pairs = {target.removesuffix("$"): source.removesuffix("$") for target, source in declared.items()}
     return {target: source for target, source in pairs.items() if target in names and source in names}
 
@@ -16,8 +19,8 @@ def existing_pairs(declared: Mapping[str, str], names: Mapping[str, Any]) -> dic
 def ties_from_list(targets: Iterable[str], source: str | None, shapes: Mapping[str, Any]) -> dict[str, str]:
     """Convert the list that classes for transformers 4 declare to a dict.
 
-    Every listed name is a target; its source is the input embedding, or for the bias of a prediction head the bias of
-    the module around it.
+    A listed name is tied to the input embedding if their shapes are equal. Else, the bias of a prediction head is tied
+    to the bias of the module around it, under the same condition. All other names are left out.
 
     Args:
         targets: Names or regular expressions.

@@ -1,7 +1,7 @@
-"""Measure the effective ``tie_word_embeddings`` of a config class, once per combination of keys.
+"""Measure the effective ``tie_word_embeddings`` of a config class, for every combination of values of its tie keys.
 
 It does not import torch or transformers: the config class is a function from a ``config.json``-like dict to an object,
-and the config of the sub-model a path of attributes in that object.
+and the config of the sub-model that ties its weights is given as a path of attributes in that object.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from ckptx.architecture.configs import TIE_FLAG
 _FLAG_ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
 _ABSENT = object()
 _VALUES = (_ABSENT, False, True)
+_MAX_KEYS = 3  # that affect the flag: the table has one entry per combination of values, 27 for three keys
+_MAX_DEPTH = 5  # levels of nested configs; a limit for custom classes whose configs contain themselves
 
 
 class UnmeasurableFlagError(Exception):
-    """The config class refused every combination, or too many keys affect the flag."""
+    """The config class refused a config without tie keys, or more than `_MAX_KEYS` keys affect the flag."""
 
 
 def measure_flag(
@@ -40,7 +42,7 @@ def measure_flag(
         nested_paths: Paths of the sub-configs of the root whose keys may matter, too.
 
     Raises:
-        UnmeasurableFlagError: More than three keys matter, or no config could be built.
+        UnmeasurableFlagError: More than `_MAX_KEYS` keys matter, or the class refuses a config without tie keys.
     """
     roots: list[tuple[str, ...]] = [()]
     locations = roots + [tuple(path) for path in nested_paths]
@@ -64,22 +66,28 @@ def measure_flag(
         return build_and_read(frozenset((path, value) for path, value in values.items() if value is not _ABSENT))
 
     relevant = [path for path in keys if _affects_flag(path, keys, config_path, flag_under)]
-    if len(relevant) > 3:
-        raise UnmeasurableFlagError(f"{len(relevant)} config keys decide the tie flag")
+    if len(relevant) > _MAX_KEYS:
+        listed = ", ".join(".".join(path) for path in relevant)
+        raise UnmeasurableFlagError(
+            f"its tied weights depend on {len(relevant)} config keys ({listed}), and ckptx supports at most "
+            f"{_MAX_KEYS}; change the config class so that it reads fewer of them"
+        )
     answers = [
         flag_under(dict(zip(relevant, combination, strict=True)))
         for combination in itertools.product(_VALUES, repeat=len(relevant))
     ]
     if answers[0] is None:
-        raise UnmeasurableFlagError("the config class cannot be built from its defaults")
+        raise UnmeasurableFlagError(
+            f"its config class cannot be built from a config without {TIE_FLAG}; give the key a default in the class"
+        )
     # a refused combination never reaches a model; it counts as not tied
     return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
 
 
 def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the config and all nested configs, with their attribute paths, the root first."""
+    """Yield the config and the nested configs to `_MAX_DEPTH` levels, with their attribute paths, the root first."""
     yield path, config
-    if len(path) > 4:
+    if len(path) >= _MAX_DEPTH:
         return
     for name in sorted(getattr(config, "sub_configs", None) or ()):
         nested = getattr(config, name, None)
@@ -88,7 +96,11 @@ def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def find_config_path(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
-    """Return the path of a sub-model's config in the tree; a copy made by ``__init__`` counts as the original."""
+    """Return the path of a sub-model's config in the tree.
+
+    If it is not there, return the path of the first config of its type, which `__init__` may have copied; else that of
+    the root, ().
+    """
     for path, candidate in tree:
         if candidate is config:
             return path
@@ -99,7 +111,7 @@ def find_config_path(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -
 
 
 def flag_config_paths(config: Any, config_path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the paths of nested configs whose own flag may matter; vision and audio configs have none."""
+    """Return the paths of nested configs that may have a flag of their own; those of vision or audio towers do not."""
     return [
         path
         for path, nested in config_tree(config)

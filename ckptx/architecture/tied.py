@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.disk_names import CheckpointNames, tie_names
-from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
+from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.errors import InputError
 
-Case = Literal[
-    "source-only",  # the usual form of a tied checkpoint
-    "target-only",  # the alias was stored, the source was not
+StoredNames = Literal[
+    "tied-to-only",  # the usual form of a tied checkpoint
+    "name-only",  # the alias was stored, the source was not
     "third-name",  # neither, but another name tied to the same source
     "equal",
     "different",
@@ -26,6 +26,7 @@ Case = Literal[
     "undeclared",  # both present and not tied: two plain tensors
     "base-model",  # not tied, and the files hold a base model without its head
     "other-form",  # the missing tensor is present in another form, as a quantized module
+    "guessed",  # one of them, and the name of the other is only a guess, because the class is unknown
     "missing",  # neither, which does not matter or cannot be judged
 ]
 
@@ -53,19 +54,19 @@ class TieDecision:
     Attributes:
         target: Name of the alias, in the naming of the checkpoint.
         source: Name that a HF checkpoint stores, in the naming of the checkpoint.
-        case: Case of the pair, see `Case`.
-        action: ``alias``: one tensor, stored as ``stored``. ``keep-both``: two tensors. ``none``: nothing to tie.
-        stored: For ``alias``, the name on disk with the data, possibly a third name of the same tie; else None.
+        stored: Names of the pair that the checkpoint stores, and how their tensors compare; see `StoredNames`.
+        action: ``alias``: one tensor, stored as ``stored_name``. ``keep-both``: two tensors. ``none``: nothing to tie.
+        stored_name: For ``alias``, the name on disk with the data, possibly a third name of the same tie; else None.
         declared: True if the config ties the pair. An undeclared alias (``--tie-missing``) must be stored under both
             names in a HF checkpoint, because no loader would tie it.
-        evidence: Sentence for the report.
+        evidence: Phrase for the report: what is stored, and what the config says about the pair.
     """
 
     target: str
     source: str
-    case: Case
+    stored: StoredNames
     action: Literal["alias", "keep-both", "none"]
-    stored: str | None
+    stored_name: str | None
     declared: bool
     evidence: str
 
@@ -208,9 +209,9 @@ class _TieResolver:
         reason = pair.flag.explain(self.config)
         has_target, has_source = target in self.stored_tensors, source in self.stored_tensors
 
-        def make_decision(case: Case, action: Literal["alias", "keep-both", "none"], fact: str) -> TieDecision:
-            stored = stored_name if action == "alias" else None
-            return TieDecision(target, source, case, action, stored, is_declared, f"{fact}, {reason}")
+        def make_decision(stored: StoredNames, action: Literal["alias", "keep-both", "none"], fact: str) -> TieDecision:
+            shared_name = stored_name if action == "alias" else None
+            return TieDecision(target, source, stored, action, shared_name, is_declared, f"{fact}, {reason}")
 
         if has_target and has_source and not is_declared:
             return make_decision("undeclared", "keep-both", f"{target} and {source} both present")
@@ -222,17 +223,31 @@ class _TieResolver:
             return self._decide_untied(pair, target, source, make_decision)
         if stored_name is None:
             return self._decide_absent(pair, target, source, make_decision)
+        if self._is_guess(pair, target, source):
+            present, missing = (target, source) if has_target else (source, target)
+            fact = f"{missing} absent and its name only a guess, {present} present, {reason}"
+            return TieDecision(target, source, "guessed", "none", None, False, fact)
         return self._decide_tied(target, source, stored_name, make_decision)
+
+    def _is_guess(self, pair: TiePair, target: str, source: str) -> bool:
+        """Return True if one name of the pair is absent and would be invented for an unknown class.
+
+        In the Llama layout the name of the head is a convention, and with `tie_missing` the user asked for it.
+        """
+        if self.architecture.known_from != FROM_SUFFIX_TABLE or self.tie_missing:
+            return False
+        is_llama_layout = source.endswith(pair.namings[0][1])
+        return source not in self.stored_tensors or (target not in self.stored_tensors and not is_llama_layout)
 
     def _decide_tied(
         self, target: str, source: str, stored_name: str, make_decision: Callable[..., TieDecision]
     ) -> TieDecision:
         """Decide a tied pair: one tensor unless both are present and differ; ``stored_name`` is on disk."""
         if target not in self.stored_tensors:
-            case: Case = "source-only" if stored_name == source else "third-name"
-            return make_decision(case, "alias", f"{target} absent, {stored_name} present")
+            stored: StoredNames = "tied-to-only" if stored_name == source else "third-name"
+            return make_decision(stored, "alias", f"{target} absent, {stored_name} present")
         if stored_name == target:
-            return make_decision("target-only", "alias", f"{source} absent, {target} present")
+            return make_decision("name-only", "alias", f"{source} absent, {target} present")
         first, second = self.stored_tensors[target], self.stored_tensors[stored_name]
         if first != second:
             fact = f"{target} is {first.dtype} {first.shape}, {stored_name} is {second.dtype} {second.shape}"
@@ -248,21 +263,21 @@ class _TieResolver:
         has_target, has_source = target in self.stored_tensors, source in self.stored_tensors
         if not has_target and not has_source:
             return self._decide_absent(pair, target, source, make_decision)
-        case: Case = "target-only" if has_target else "source-only"
+        stored: StoredNames = "name-only" if has_target else "tied-to-only"
         present, missing = (target, source) if has_target else (source, target)
         if has_source and self.names.lacks_base_prefix(pair, source):
             return make_decision("base-model", "none", f"{target} absent, the names are those of a base model")
         # the outer bias of a prediction head is only an alias of the decoder's own bias, which forward reads
         is_unread = has_target and not pair.is_primary and source.endswith(".bias")
         if is_unread or not self._is_of_class():
-            return make_decision(case, "none", f"{missing} absent")
+            return make_decision(stored, "none", f"{missing} absent")
         reason = pair.flag.explain(self.config)
         self.problems.append(
             f"{missing}: not in the checkpoint, and not tied to {present} ({reason}), so "
             f"{self.architecture.class_name} would start with random values there; "
-            f"pass --tie-missing to use {present} for it, or add the tensor"
+            f"convert the checkpoint with --tie-missing to use {present} for it, or add the tensor"
         )
-        return make_decision(case, "none", f"{missing} absent")
+        return make_decision(stored, "none", f"{missing} absent")
 
     def _decide_absent(
         self, pair: TiePair, target: str, source: str, make_decision: Callable[..., TieDecision]
@@ -270,9 +285,8 @@ class _TieResolver:
         # a secondary pair that is absent as a whole is a head that was never trained: every loader initializes it
         if pair.is_primary and self._is_of_class():
             self.problems.append(
-                f"{target}, {source}: neither is in the checkpoint, "
-                f"{self.architecture.class_name} needs one of them; the checkpoint is incomplete "
-                "(--tie-missing cannot help: there is nothing to tie to)"
+                f"{target}, {source}: neither is in the checkpoint, and {self.architecture.class_name} needs one of "
+                "them; use a complete checkpoint (--tie-missing cannot replace both)"
             )
         return make_decision("missing", "none", f"{target} and {source} absent")
 

@@ -61,11 +61,11 @@ def test_table_was_made_from_the_transformers_that_make_test_has() -> None:
 @requires_tables_version
 @pytest.mark.parametrize("class_name", slow_but(SAMPLE, FAST))
 def test_a_row_equals_the_meta_model(class_name: str, build_tables: ModuleType) -> None:
-    assert build_tables.derive_row(class_name) == class_table.find_row(class_name)
+    assert build_tables.derive_row(class_name) == class_table.find_class_record(class_name)
 
 
 def test_a_wrong_row_differs_from_the_meta_model(build_tables: ModuleType) -> None:
-    row = class_table.find_row("LlamaForCausalLM")
+    row = class_table.find_class_record("LlamaForCausalLM")
     assert row is not None and row.architecture is not None
     wrong = dataclasses.replace(row, architecture=dataclasses.replace(row.architecture, base_prefix="other"))
     assert build_tables.derive_row("LlamaForCausalLM") != wrong
@@ -106,7 +106,7 @@ def test_every_class_equals_its_meta_model(build_tables: ModuleType) -> None:
     for name in names:
         measured, source = build_tables.measure_class(name), model_files.source_of(name)
         assert source is not None
-        if measured.row != class_table.find_row(name) or measured.directory not in source["directories"]:
+        if measured.row != class_table.find_class_record(name) or measured.directory not in source["directories"]:
             wrong.append(name)
     assert wrong == []
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from ckptx.architecture import class_table, corrections, model_files
-from ckptx.architecture.correction_rows import (
-    Corrections,
-    ForwardRow,
-    PlanRow,
-    SequenceParallelModules,
-    TorchtitanRow,
-    expand_braces,
-    rows_of_class,
-)
 from ckptx.architecture.correction_schema import InvalidCorrectionError, decode_corrections
-from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_keys, plan_rows
+from ckptx.architecture.correction_types import (
+    Corrections,
+    ForwardCorrection,
+    PlanCorrection,
+    SequenceParallelModules,
+    TorchtitanCorrection,
+    expand_braces,
+    filter_by_class,
+)
+from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_corrections, plan_keys
 from ckptx.architecture.trainer_naming import torchtitan
 from tests.support.corrections import all_corrections, patched_corrections
 from tests.support.import_tool import ROOT
@@ -45,27 +45,27 @@ def without(row: dict[str, Any], key: str) -> dict[str, Any]:
     ("document", "message"),
     [
         ({"plans": [ROW]}, 'x.json: section "plans" is unknown; use one of plan, absent'),
-        ({"plan": [ROW, {**ROW, "module": "y"}]}, 'x.json: plan, row 2: key "module" is unknown; use one of mod'),
-        ({"plan": [without(ROW, "reason")]}, 'x.json: plan, row 1: has no "reason"; add it'),
-        ({"plan": [{**ROW, "reason": ""}]}, 'x.json: plan, row 1: reason is "" and must be a string'),
-        ({"plan": [{**ROW, "modules": 3}]}, "x.json: plan, row 1: modules is 3 and must be a string"),
-        ({"plan": [{**ROW, "style": "colwize"}]}, 'x.json: plan, row 1: style is "colwize" and must be one of colwise'),
+        ({"plan": [ROW, {**ROW, "module": "y"}]}, 'x.json: plan, entry 2: key "module" is unknown; use one of mod'),
+        ({"plan": [without(ROW, "reason")]}, 'x.json: plan, entry 1: has no "reason"; add it'),
+        ({"plan": [{**ROW, "reason": ""}]}, 'x.json: plan, entry 1: reason is "" and must be a string'),
+        ({"plan": [{**ROW, "modules": 3}]}, "x.json: plan, entry 1: modules is 3 and must be a string"),
+        ({"plan": [{**ROW, "style": "colwize"}]}, 'x.json: plan, entry 1: style is "colwize" and must be one of'),
         ({"plan": [{**ROW, "heads": [["a"]]}]}, "and must be pairs of a number of heads and their size"),
         ({"plan": [{**ROW, "groups": "hidden_size"}]}, 'groups is "hidden_size" and must be a list'),
         ({"plan": [{**ROW, "when": "a +"}]}, 'when is "a +" and must be an expression'),
-        ({"plan": [3]}, "x.json: plan, row 1: expected an object, found 3"),
-        ({"plan": []}, "x.json: expected an object of sections, each a list of at least one row"),
+        ({"plan": [3]}, "x.json: plan, entry 1: expected an object, found 3"),
+        ({"plan": []}, "x.json: expected an object of sections, each a list of at least one entry"),
         ([ROW], "x.json: expected an object of sections"),
-        ({"inputs": [{**INPUT, "kind": "smells"}]}, 'inputs, row 1: kind is "smells" and must be one of images'),
+        ({"inputs": [{**INPUT, "kind": "smells"}]}, 'inputs, entry 1: kind is "smells" and must be one of images'),
         ({"inputs": [{**INPUT, "settings": [1]}]}, "settings is [1] and must be an object"),
-        ({"inputs": [INPUT, INPUT]}, "x.json: inputs, row 2: an earlier row sets images already"),
-        ({"layers": [without(LAYERS, "language")]}, 'x.json: layers, row 1: has no "language"'),
-        ({"layers": [LAYERS, LAYERS]}, "x.json: layers, row 2: an earlier row sets layers of A already"),
+        ({"inputs": [INPUT, INPUT]}, "x.json: inputs, entry 2: an earlier entry sets images already"),
+        ({"layers": [without(LAYERS, "language")]}, 'x.json: layers, entry 1: has no "language"'),
+        ({"layers": [LAYERS, LAYERS]}, "x.json: layers, entry 2: an earlier entry sets layers of A already"),
         ({"as_tower": [{"any_size": 1, "reason": "r"}]}, "any_size is 1 and must be true or false"),
         ({"forward": [{"class": "A", "sequence": {"layer": "x"}, "reason": "r"}]}, 'key "layer" is unknown'),
         (
             {"forward": [{"class": "A", "head": "h", "reason": "r"}, {"class": "A", "head": "g", "reason": "r"}]},
-            "x.json: forward, row 2: an earlier row sets head of A already",
+            "x.json: forward, entry 2: an earlier entry sets head of A already",
         ),
     ],
 )  # fmt: skip
@@ -95,10 +95,12 @@ def test_rows_are_what_the_file_says() -> None:
     }  # fmt: skip
     assert decode_corrections(json.dumps(document), "x.json") == Corrections(
         plan=(
-            PlanRow("@layers.*.mlp.fc", "colwise", "for a test", (), (("num_heads", "head_dim ?? 4"),), "gated ?? 0"),
+            PlanCorrection(
+                "@layers.*.mlp.fc", "colwise", "for a test", (), (("num_heads", "head_dim ?? 4"),), "gated ?? 0"
+            ),
         ),
         forward=(
-            ForwardRow(
+            ForwardCorrection(
                 "A", "for a test", "", SequenceParallelModules("m.layers", ("attn",)), ("m.a.q", "m.b.q"),
                 {"m.a.n": "replicate", "m.b.n": "replicate"},
             ),
@@ -123,8 +125,8 @@ def test_the_file_at_hand_is_opened_and_no_other(monkeypatch: pytest.MonkeyPatch
     read: list[str] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
-    assert plan_rows("gpt2", "gpt2") and plan_keys("gpt2", "gpt2") >= {"hidden_size"}
-    assert plan_rows("olmo", "olmo") == ()
+    assert plan_corrections("gpt2", "gpt2") and plan_keys("gpt2", "gpt2") >= {"hidden_size"}
+    assert plan_corrections("olmo", "olmo") == ()
     assert read == ["gpt2.json"]
 
 
@@ -150,11 +152,11 @@ def test_a_class_is_known_where_transformers_defines_it_and_nowhere_else() -> No
 
 
 def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -> None:
-    row = PlanRow("@layers.*.mlp.fc", "colwise", "for a test", groups=("widths",))
+    row = PlanCorrection("@layers.*.mlp.fc", "colwise", "for a test", groups=("widths",))
     with patched_corrections("llava", plan=(row,)):
-        assert plan_rows("qwen2", "llava") == (row,) and plan_keys("qwen2", "llava") == {"widths"}
-        assert plan_rows("gpt2", "llava") == corrections_of("gpt2").plan
-    assert plan_rows("qwen2", "llava") == ()
+        assert plan_corrections("qwen2", "llava") == (row,) and plan_keys("qwen2", "llava") == {"widths"}
+        assert plan_corrections("gpt2", "llava") == corrections_of("gpt2").plan
+    assert plan_corrections("qwen2", "llava") == ()
 
 
 # -------------------------------------------------------------------------------------- the files
@@ -171,8 +173,8 @@ def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() 
 
 def test_rows_of_one_class_stand_in_one_file() -> None:
     rows = corrections_of("deepseek_v3").forward
-    assert rows_of_class(rows, "DeepseekV3ForCausalLM") == rows and len(rows) == 2
-    assert rows_of_class(rows, "DeepseekV3Model") == ()
+    assert filter_by_class(rows, "DeepseekV3ForCausalLM") == rows and len(rows) == 2
+    assert filter_by_class(rows, "DeepseekV3Model") == ()
 
 
 def names_by_type() -> dict[str, set[str]]:
@@ -180,7 +182,7 @@ def names_by_type() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for class_name, model_type in model_files.read_index()["classes"].items():
         architecture = class_table.lookup(class_name)
-        found.setdefault(model_type, set()).update(architecture.model_names if architecture else ())
+        found.setdefault(model_type, set()).update(architecture.model_name_patterns if architecture else ())
     return found
 
 
@@ -188,7 +190,7 @@ def test_every_layers_row_names_the_decoder_and_another_list_of_its_class() -> N
     """The decoder of the transformers that was asked is among them, and no list of a group is a misprint."""
     for model_type, rows in all_corrections().items():
         for row in rows.layers:
-            names = class_table.lookup(row.class_name).model_names  # type: ignore[union-attr]
+            names = class_table.lookup(row.class_name).model_name_patterns  # type: ignore[union-attr]
             groups = {"language": row.language, "vision": row.vision, "audio": row.audio}
             found = {
                 group for group, paths in groups.items()
@@ -213,7 +215,7 @@ def test_names_of_parts_are_those_of_one_model_type() -> None:
 def test_every_form_of_torchtitan_is_of_a_class() -> None:
     rows = [row for each in all_corrections().values() for row in each.torchtitan]
     assert {row.form for row in rows} == set(torchtitan.FORMS)
-    row = TorchtitanRow("MixtralForCausalLM", "none", "for a test")
+    row = TorchtitanCorrection("MixtralForCausalLM", "none", "for a test")
     with (
         patched_corrections("mixtral", torchtitan=(row,)),
         pytest.raises(InvalidCorrectionError, match="is not a form of names"),

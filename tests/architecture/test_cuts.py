@@ -16,7 +16,7 @@ from ckptx.architecture import class_table
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Shape
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
@@ -43,18 +43,18 @@ def compared(class_name: str, dims: ParallelDims, injected: bool = False) -> tup
 
     def blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
         placement = decide_placement(plan, name, shape, dims.tp).placement
-        return shard_tensor(shape, placement, dims, replicate=False)
+        return blocks_of_stage(shape, placement, dims, replicate=False)
 
     def wrong_blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
         placement = Placement(len(shape) - 1, (shape[-1],)) if name.endswith("gate_up_proj") else None
-        return shard_tensor(shape, placement, dims, replicate=False)
+        return blocks_of_stage(shape, placement, dims, replicate=False)
 
     ranks = {name: owners(tuple(value.shape), blocks_of(name, tuple(value.shape))) for name, value in state.items()}
     expected = revert_weight_conversion(model, ranks)
     rules = NameRules(
         known.conversions(config),
         known.base_prefix,
-        known.model_names,
+        known.model_name_patterns,
         shape_of=lambda name: tuple(state[name].shape) if name in state else None,
     )
     shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in expected.items()}

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.class_table import find_row, lookup
+from ckptx.architecture.class_table import find_class_record, lookup
 from ckptx.architecture.extra_tensors import (
-    EXTRA_ROWS,
+    EXTRA_TENSOR_KINDS,
     IGNORED_REASON,
     OUTSIDE_REASON,
     QUANTIZED_REASON,
-    ExtraRow,
     ExtraTensor,
+    ExtraTensorKind,
     ExtraTensors,
 )
 from ckptx.architecture.model_files import class_names
@@ -65,19 +65,21 @@ CASES = [(kind, *example) for kind, examples in EXAMPLES.items() for example in 
 @pytest.mark.parametrize(("kind", "name", "shape"), CASES)
 def test_every_kind_of_the_table_is_accepted_with_its_reason(kind: str, name: str, shape: Shape) -> None:
     assert CLASS is not None
-    row = next(row for row in EXTRA_ROWS if row.kind == kind)
+    row = next(row for row in EXTRA_TENSOR_KINDS if row.name == kind)
     extra = found(CLASS, {**dict.fromkeys(llama(), (2, 2)), name: shape})[name]
-    assert (extra.reason, extra.is_safe_to_drop, extra.is_computed) == (row.reason, True, row.is_computed)
+    assert (extra.reason, extra.is_expected, extra.is_computed) == (row.reason, True, row.is_computed)
 
 
 def test_every_row_has_examples_and_a_reason() -> None:
-    kinds = {row.kind for row in EXTRA_ROWS}
+    kinds = {row.name for row in EXTRA_TENSOR_KINDS}
     assert kinds == set(EXAMPLES) | {"weight norm"}
-    assert all(row.reason and re.compile(row.pattern) for row in EXTRA_ROWS)
+    assert all(row.reason and re.compile(row.pattern) for row in EXTRA_TENSOR_KINDS)
 
 
-@pytest.mark.parametrize("row", [row for row in EXTRA_ROWS if row.kind == "weight norm"], ids=lambda row: row.pattern)
-def test_a_weight_norm_has_older_names_where_the_class_has_one(row: ExtraRow) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in EXTRA_TENSOR_KINDS if row.name == "weight norm"], ids=lambda row: row.pattern
+)
+def test_a_weight_norm_has_older_names_where_the_class_has_one(row: ExtraTensorKind) -> None:
     known, leaf = lookup("Wav2Vec2ForCTC"), row.pattern.strip("\\.$")
     assert known is not None and CLASS is not None
     name = f"wav2vec2.encoder.pos_conv_embed.conv.{leaf}"
@@ -106,7 +108,7 @@ def test_a_strange_tensor_in_any_module_of_any_class_is_of_another_model() -> No
         for name, extra in found(known, dict.fromkeys(names, (2,)), {}).items():
             tried += 1
             if any(re.search(each, pattern_of(name)) for each in known.ignored):
-                assert extra == ExtraTensor(IGNORED_REASON, is_safe_to_drop=True)
+                assert extra == ExtraTensor(IGNORED_REASON, is_expected=True)
             else:
                 assert not extra.reason and extra.module, (known.class_name, name)
     assert tried > 10_000
@@ -119,7 +121,7 @@ def test_an_index_with_zeros_in_front_is_no_name_of_any_class(padding: str) -> N
         names = [each for each in known.name_patterns if each.count("*") and not each.endswith("**")]
         names = [each.replace("*", f"{padding}1", 1).replace("*", "1") for each in sorted(names)[:4]]
         for name, extra in found(known, dict.fromkeys(names, (2, 2)), {}).items():
-            assert not extra.reason or extra.is_safe_to_drop, (known.class_name, name)
+            assert not extra.reason or extra.is_expected, (known.class_name, name)
         assert found(known, dict.fromkeys(names, (2, 2)), {}).keys() == set(names)
 
 
@@ -132,7 +134,7 @@ def test_what_a_class_of_transformers_ignores_is_accepted(data: st.DataObject) -
     alphabet = st.characters(codec="ascii", categories=("Lu", "Ll", "Nd"), include_characters="._*")
     name = data.draw(st.from_regex(regex, alphabet=alphabet), label="name").replace("*", "0")
     assume(re.search(regex, pattern_of(name)) and not known.owns(name) and "" not in name.split("."))
-    assert found(known, {name: (2, 2)}, {})[name].is_safe_to_drop
+    assert found(known, {name: (2, 2)}, {})[name].is_expected
 
 
 # --------------------------------------------------------------------------------- what lies beside it
@@ -192,7 +194,7 @@ def test_the_head_of_another_class_may_lie_beside_a_whole_model(class_name: str,
     known = lookup(class_name)
     assert known is not None
     extra = found(known, dict.fromkeys([*names_of(known), name], (2, 2)), {})[name]
-    assert "another class of this model type" in extra.reason and not extra.is_safe_to_drop
+    assert "another class of this model type" in extra.reason and not extra.is_expected
 
 
 TEXT = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM"]
@@ -208,4 +210,4 @@ def test_a_classifier_is_no_language_model_whose_head_is_tied(class_name: str) -
 
 
 def test_every_class_is_decoded() -> None:
-    assert all(find_row(name) is not None for name in class_names())
+    assert all(find_class_record(name) is not None for name in class_names())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptx.architecture import class_table, model_files, transformers_version
-from ckptx.architecture.class_rows import ClassRow, decode_row
+from ckptx.architecture.class_decoding import ClassRecord, decode_class
 from ckptx.architecture.class_table import lookup
 from ckptx.architecture.infer_class import infer_class
 from ckptx.architecture.lookup import find_architecture
@@ -42,6 +42,17 @@ def build_shapes(build_tables: ModuleType) -> ModuleType:
     return tool("build_shapes")
 
 
+def test_the_build_refuses_an_unknown_model_type_at_once(
+    build_tables: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build_tables.find_unknown_names(["llama", "LlamaForCausalLM", "xyz"]) == ["xyz"]
+    monkeypatch.setattr(build_tables.sys, "argv", ["build_tables.py", "llama", "xyz"])
+    monkeypatch.setattr(build_tables.multiprocessing, "get_context", lambda _: pytest.fail("it measures classes"))
+    with pytest.raises(SystemExit):
+        build_tables.main()
+    assert "a class of transformers" in (err := capsys.readouterr().err) and "xyz; a class with custom code" in err
+
+
 # ------------------------------------------------------------------------------------- the reader
 
 
@@ -53,7 +64,7 @@ def test_lookup_needs_the_model_type_to_agree_when_given() -> None:
 
 
 def test_lookup_opens_one_file_of_one_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (class_table.find_row, model_files.read_index, model_files._read_model_file):
+    for cached in (class_table.find_class_record, model_files.read_index, model_files._read_model_file):
         cached.cache_clear()
     read: list[str] = []
     real = Path.read_bytes
@@ -67,8 +78,8 @@ def test_what_a_checkpoint_calls_itself_is_no_part_of_a_path(said: str, monkeypa
     read: list[Path] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
-    assert class_table.find_row(said) is None and class_table.shape_rules(said) is None
-    assert class_table.find_row("LlamaForCausalLM", said) is None
+    assert class_table.find_class_record(said) is None and class_table.shape_rules(said) is None
+    assert class_table.find_class_record("LlamaForCausalLM", said) is None
     find_architecture({"architectures": [said], "model_type": said})
     infer_class({"model_type": said}, {})
     ours = {path.name for path in read if path.name.endswith(".json")}
@@ -98,7 +109,7 @@ def test_every_file_is_what_its_classes_say() -> None:
     """What is read and written again is the same document, to the byte."""
     for model_type in set(model_files.read_index()["classes"].values()):
         names = model_files.classes_of(model_type)
-        rows = {name: class_table.find_row(name) for name in names}
+        rows = {name: class_table.find_class_record(name) for name in names}
         rules = {
             name: (row.architecture.base_prefix, found)
             for name, row in rows.items()
@@ -124,14 +135,14 @@ def test_lookup_does_not_import_torch() -> None:
 
 
 def test_rows_survive_being_written() -> None:
-    row = class_table.find_row("LlavaForConditionalGeneration")
+    row = class_table.find_class_record("LlavaForConditionalGeneration")
     assert row is not None
-    empty = ClassRow("Nameless", row.model_type, "a reason", None)
+    empty = ClassRecord("Nameless", row.model_type, "a reason", None)
     sections = json.loads(json.dumps(writer.encode_rows([empty, row])))
     assert sections["classes"]["Nameless"] == {"introspect": "a reason"}
     assert row.structures and len(sections["structures"]) > 1
-    assert decode_row(row.class_name, row.model_type, sections, model_files.read_index()["transformers"]) == row
-    assert decode_row("Nameless", row.model_type, sections, "0") == empty
+    assert decode_class(row.class_name, row.model_type, sections, model_files.read_index()["transformers"]) == row
+    assert decode_class("Nameless", row.model_type, sections, "0") == empty
 
 
 # ------------------------------------------------------------------------------ making the files
@@ -144,7 +155,12 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(model_files.INDEX_FILE, tmp_path)
     monkeypatch.setattr(model_files, "MODELS_DIR", tmp_path / "models")
     monkeypatch.setattr(model_files, "INDEX_FILE", tmp_path / "classes.json")
-    caches = (class_table.find_row, class_table.shape_rules, model_files.read_index, model_files._read_model_file)
+    caches = (
+        class_table.find_class_record,
+        class_table.shape_rules,
+        model_files.read_index,
+        model_files._read_model_file,
+    )
     for each in caches:
         each.cache_clear()
     yield tmp_path
@@ -166,7 +182,7 @@ def test_a_change_to_one_model_changes_its_file_alone(copied: Path, build_tables
         source = model_files.source_of(names[0])
         assert source is not None
         (directory,) = source["directories"]
-        return [build_tables.MeasuredClass(class_table.find_row(name), directory, 0.0) for name in names]
+        return [build_tables.MeasuredClass(class_table.find_class_record(name), directory, 0.0) for name in names]
 
     rows = [*measured("llama"), *measured("mistral")]
     assert build_tables.write_models(rows, transformers) == 0 and contents(copied) == before

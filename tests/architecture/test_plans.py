@@ -16,7 +16,7 @@ from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.plans import layer_overrides
 from ckptx.architecture.structure import LoadConversion, StackRule, Structure
-from ckptx.architecture.structure_rows import decode_structure
+from ckptx.architecture.structure_decoding import decode_structure
 from ckptx.errors import InputError
 from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
@@ -306,8 +306,8 @@ def test_what_cannot_be_converted_is_named() -> None:
 
 def test_model_names_are_told_from_names_on_disk() -> None:
     mixtral = known("MixtralForCausalLM")
-    assert "model.layers.*.mlp.experts.gate_up_proj" in mixtral.model_names
-    assert not any("block_sparse_moe" in name for name in mixtral.model_names)
+    assert "model.layers.*.mlp.experts.gate_up_proj" in mixtral.model_name_patterns
+    assert not any("block_sparse_moe" in name for name in mixtral.model_name_patterns)
     assert any("block_sparse_moe" in name for name in mixtral.name_patterns)
 
 

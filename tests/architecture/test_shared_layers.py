@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptx.architecture.class_table import find_row, lookup
+from ckptx.architecture.class_table import find_class_record, lookup
 from ckptx.architecture.introspection import meta_model
 from ckptx.architecture.lookup import find_architecture
 
@@ -75,7 +75,7 @@ OTHERWISE: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changes", OTHERWISE, ids=repr)
 def test_what_was_not_measured_is_not_read_off_the_table(changes: dict[str, Any]) -> None:
-    row = find_row("Zamba2ForCausalLM")
+    row = find_class_record("Zamba2ForCausalLM")
     assert row is not None
     config = config_of("Zamba2ForCausalLM", ["hybrid", "hybrid"])
     assert row.covers(config) and row.architecture_for(config) is not None
@@ -84,7 +84,7 @@ def test_what_was_not_measured_is_not_read_off_the_table(changes: dict[str, Any]
 
 @pytest.mark.parametrize("gone", ["layers_block_type", "num_hidden_layers"])
 def test_a_config_that_leaves_the_layers_to_the_class_is_not_read_off_the_table(gone: str) -> None:
-    row = find_row("Zamba2ForCausalLM")
+    row = find_class_record("Zamba2ForCausalLM")
     config = config_of("Zamba2ForCausalLM", ["hybrid", "hybrid"])
     assert row is not None and not row.covers({key: value for key, value in config.items() if key != gone})
 

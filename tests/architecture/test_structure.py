@@ -19,7 +19,7 @@ from ckptx.architecture import class_table
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.architecture.introspection import meta_model
-from ckptx.architecture.introspection.meta_model_names import disk_names_by_naming, load_rename
+from ckptx.architecture.introspection.meta_model_names import disk_names_by_scheme, function_to_model_name
 from ckptx.architecture.lookup import find_architecture
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import TensorParallelPlan
@@ -257,11 +257,11 @@ def test_every_name_on_disk_is_one_of_the_model_or_converted(class_name: str) ->
     conversions = known(class_name).conversions(config)
     sources = {pattern_of(name) for each in conversions for name in each.sources}
     targets = {pattern_of(name) for each in conversions for name in each.targets}
-    written, *others = disk_names_by_naming(model)
-    load = load_rename(model)
+    written, *others = disk_names_by_scheme(model)
+    load = function_to_model_name(model)
     for names in (written, *([name for name in each if load(name) in own] for each in others)):
         assert not {pattern_of(name) for name in names if name not in own} - sources
-    assert targets <= known(class_name).model_names
+    assert targets <= known(class_name).model_name_patterns
 
 
 def converted(tensors: Mapping[str, torch.Tensor], conversions: tuple[Conversion, ...]) -> dict[str, torch.Tensor]:

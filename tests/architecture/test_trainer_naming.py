@@ -18,7 +18,7 @@ from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.mapping.pull_back import PullBack
 from ckptx.mapping.rules import NameRules
 from ckptx.storage.directory_handle import DirectoryHandle
@@ -142,14 +142,14 @@ def test_a_cut_between_heads_is_one_in_torchtitan_too(tmp_path: Path) -> None:
     titan = {name: entry.shape for name, entry in rules.to_disk(open_checkpoint(tmp_path).tensors).tensors.items()}
 
     def rows(name: str, shape: Shape) -> tuple[Block, ...]:
-        return shard_tensor(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
+        return blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
 
     pull = PullBack(rules, titan, rows)
     for name, shape in titan.items():
         assert pull.blocks(name) == rows(name, shape)
 
     def thirds(name: str, shape: Shape) -> tuple[Block, ...]:
-        return shard_tensor(shape, Placement(0, (shape[0],)), ParallelDims(tp=3), False)
+        return blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=3), False)
 
     pull = PullBack(rules, titan, thirds)
     assert pull.blocks("layers.0.attention.qkv_linear.wk.weight") is None  # 2 heads for 3 ranks
@@ -161,7 +161,7 @@ def test_experts_cut_by_rows_are_cut_in_torchtitans_one_tensor(tmp_path: Path) -
     rules = rules_of(model)
     titan = {name: entry.shape for name, entry in rules.to_disk(open_checkpoint(tmp_path).tensors).tensors.items()}
     pull = PullBack(
-        rules, titan, lambda name, shape: shard_tensor(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
+        rules, titan, lambda name, shape: blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
     )
     found = pull.blocks("layers.0.moe.routed_experts.inner_experts.w1_EFD")
     assert found is not None

@@ -1,7 +1,8 @@
-"""Build any model class on the meta device from its config, and read its architecture.
+"""Build any model class on the meta device from its config (a meta model), and read its architecture.
 
 It needs no weights and no network. It imports torch and transformers, which takes about two seconds, so it is imported
-only where it is used. ``tools/build_tables.py`` runs it over every class of transformers to write the table.
+only where it is used. ``tools/build_tables.py`` runs it over every class of transformers to write the
+table of classes that ckptx ships.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from transformers import PreTrainedModel, initialization
 from ckptx.architecture.architecture import NEVER_TIED, Architecture, TieFlag, TiePair
 from ckptx.architecture.configs import TIE_FLAG, remote_reference, structural_config, without_tie_flag
 from ckptx.architecture.introspection.meta_model_names import (
-    disk_names_by_naming,
-    disk_renames,
+    disk_names_by_scheme,
+    function_to_model_name,
+    functions_to_disk_names,
     load_conversions,
-    load_rename,
     name_patterns,
 )
 from ckptx.architecture.introspection.meta_model_structure import read_structure
-from ckptx.architecture.namings import loadable_namings
+from ckptx.architecture.namings import loadable_name_pairs
 from ckptx.architecture.patterns import patterns_of, regex_for_patterns
 from ckptx.architecture.structure import Structure
 from ckptx.architecture.tie_declarations import existing_pairs, flatten_chains, ties_from_list
@@ -50,12 +51,12 @@ ConfigBuilder = Callable[[dict[str, Any]], Any]
 
 
 class MetaModelNames(NamedTuple):
-    """The part of an `Architecture` about names, for one config of a class or for several.
+    """Tensor names and structure of a class built on the meta device, for one config or for several.
 
     Attributes:
         patterns: Patterns of all persistent tensors, see `Architecture.name_patterns`.
         ignored: Regular expressions of names that the class does not load, see `Architecture.ignored`.
-        structure: Plan, layers, heads and conversions.
+        structure: TP plan, lists of layers, heads and conversions, see `Architecture.structure`.
     """
 
     patterns: frozenset[str]
@@ -63,14 +64,14 @@ class MetaModelNames(NamedTuple):
     structure: Structure
 
     @classmethod
-    def from_architecture(cls, known: Architecture) -> MetaModelNames:
-        """Return the names of one architecture."""
-        return cls(known.name_patterns, frozenset(known.ignored), known.structure)
+    def from_architecture(cls, architecture: Architecture) -> MetaModelNames:
+        """Return the names and structure of one architecture."""
+        return cls(architecture.name_patterns, frozenset(architecture.ignored), architecture.structure)
 
-    def applied_to(self, known: Architecture) -> Architecture:
-        """Return the architecture with these names in place of its own."""
+    def applied_to(self, architecture: Architecture) -> Architecture:
+        """Return the architecture with these names and this structure in place of its own."""
         return dataclasses.replace(
-            known, name_patterns=self.patterns, ignored=tuple(sorted(self.ignored)), structure=self.structure
+            architecture, name_patterns=self.patterns, ignored=tuple(sorted(self.ignored)), structure=self.structure
         )
 
 
@@ -129,12 +130,23 @@ def derive_architecture(
     base_config: Mapping[str, Any],
     known_from: str = "meta model",
 ) -> Architecture:
-    """Return the architecture of a class under a config (as a dict; empty for the defaults of the class)."""
+    """Return the architecture of a class under a config.
+
+    Args:
+        cls: Model class.
+        build_config: Function that builds a config of the class from a dict.
+        base_config: The config as a dict; empty for the defaults of the class.
+        known_from: Value of `Architecture.known_from`.
+
+    Raises:
+        UnmeasurableFlagError: See `measure_flag`.
+        Exception: Whatever the class raises if it cannot be built.
+    """
     config = build_config(copy.deepcopy(dict(base_config)))
-    model = build_with_all_ties(cls, config)
+    model = build_with_tie_flags_set(cls, config)
     names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
     ties = _find_ties(model, names, build_config, base_config)
-    disk_names = disk_names_by_naming(model)
+    disk_names = disk_names_by_scheme(model)
     return Architecture(
         class_name=cls.__name__,
         model_type=str(config.model_type),
@@ -152,24 +164,27 @@ def derive_architecture(
     )
 
 
-def add_names_of(model: PreTrainedModel, known: MetaModelNames) -> MetaModelNames:
-    """Return `known` with the names of the class under one more config; cheap if the model has no new names."""
-    patterns, ignored, structure = known.patterns, known.ignored | _ignored_patterns(model), known.structure
+def merge_names(names: MetaModelNames, model: PreTrainedModel) -> MetaModelNames:
+    """Return `names` merged with those of `model`, which has another config; cheap if the model has no new names."""
+    patterns, ignored, structure = names.patterns, names.ignored | _ignored_patterns(model), names.structure
     if not patterns_of(model.state_dict(keep_vars=True)) <= patterns:
-        disk_names = disk_names_by_naming(model)
+        disk_names = disk_names_by_scheme(model)
         patterns |= name_patterns(model, disk_names) | _opaque_patterns(model)
         structure = structure.merged_with(read_structure(model, load_conversions(model, disk_names)))
     return MetaModelNames(patterns, ignored, structure)
 
 
-def build_with_all_ties(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """Return an instance on the meta device whose config has every tie flag set."""
+def build_with_tie_flags_set(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """Return an instance on the meta device that declares all ties; its parameters themselves are not tied.
+
+    Every tie flag is set in `config` itself, those of sub-configs included.
+    """
     _enable_all_ties(config)
     return build_on_meta(cls, config)
 
 
 def build_on_meta(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """Return an instance on the meta device: names and shapes, nothing tied, nothing initialized."""
+    """Return an instance on the meta device, with names and shapes; nothing is tied or initialized."""
     with (
         torch.device("meta"),
         initialization.meta_device_safe_creation_ops(),
@@ -186,7 +201,10 @@ class OpaqueTower(nn.Module):  # type: ignore[misc]  # torch types it as Any
 
 @contextlib.contextmanager
 def _allow_missing_towers() -> Iterator[None]:
-    """Allow building a composite while the package of one tower (timm, Pillow) is missing: it has no ties."""
+    """Allow building a composite while the package of one tower (timm, Pillow) is missing.
+
+    An `OpaqueTower` replaces the tower, which has no tied weights.
+    """
     auto_model: Any = transformers.AutoModel
     original = auto_model.from_config
 
@@ -217,7 +235,12 @@ def _find_ties(
     pairs = flatten_chains(declared)
     config_paths = _flag_config_paths(model, names)
     prefix = str(model.base_model_prefix)
-    name_pair = functools.partial(loadable_namings, namings=disk_renames(model), load=load_rename(model), prefix=prefix)
+    name_pair = functools.partial(
+        loadable_name_pairs,
+        to_disk_names=functions_to_disk_names(model),
+        to_model_name=function_to_model_name(model),
+        prefix=prefix,
+    )
     flags: dict[tuple[str, ...], TieFlag] = {}
     unforced_config = build_config(copy.deepcopy(dict(base_config)))  # the model's own config has its flags forced
     embedding_names = {_weight_name(model, _output_embeddings(model)), _weight_name(model, _input_embeddings(model))}
@@ -307,7 +330,8 @@ def _ignored_patterns(model: PreTrainedModel) -> frozenset[str]:
             declared.add(r"(^|\.)position_ids$")
     own = patterns_of(model.state_dict(keep_vars=True))
     regexes = {each: regex_for_patterns(each) for each in declared}
-    # the regex of a single layer, such as k_proj of a layer that shares keys, would match all layers as a pattern
+    # An ignore rule for one layer, such as k_proj of a layer that reuses the keys of another, would match all layers
+    # with `*` for its index. It is left out.
     used_by_model = {
         each for each, regex in regexes.items() if each != regex and any(re.search(regex, name) for name in own)
     }
@@ -327,12 +351,12 @@ def _enable_all_ties(config: Any) -> None:
 def _is_flag_editable(
     model: PreTrainedModel, ties: tuple[TiePair, ...], build_config: ConfigBuilder, base_config: Mapping[str, Any]
 ) -> bool:
-    """Return True if the flag as false unties the pairs, and changes nothing else."""
+    """Return True if setting the flag to false unties the pairs, and changes nothing else."""
     declared = [pair.flag for pair in ties if pair.flag != NEVER_TIED]
     if not declared or all(flag.is_constant for flag in declared):
         return False
-    modules: set[Any] = {type(module) for module in model.modules()}
-    if any(_forward_reads_flag(module) for module in modules):
+    module_classes: set[Any] = {type(module) for module in model.modules()}
+    if any(_forward_reads_flag(each) for each in module_classes):
         return False
     try:
         on, off = (build_config({**copy.deepcopy(dict(base_config)), TIE_FLAG: value}) for value in (True, False))
@@ -342,9 +366,9 @@ def _is_flag_editable(
 
 
 @functools.cache
-def _forward_reads_flag(module: Any) -> bool:
+def _forward_reads_flag(module_class: Any) -> bool:
     try:
-        source = str(inspect.getsource(module.forward))
+        source = str(inspect.getsource(module_class.forward))
     except (OSError, TypeError):
         return False
     return TIE_FLAG in source
@@ -380,7 +404,7 @@ def _is_embedding(model: PreTrainedModel, name: str) -> bool:
 
 
 def default_config_builder(cls: Any) -> ConfigBuilder:
-    """Return the config class of ``cls`` as a function of a dict."""
+    """Return a function that builds the config of ``cls`` from a dict."""
     return lambda values: cls.config_class(**values)
 
 

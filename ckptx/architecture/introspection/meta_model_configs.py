@@ -16,7 +16,7 @@ from ckptx.architecture.expressions import COMPOSITE_PREFIX, Scope, keys_of, try
 
 
 def nearest_config(model: PreTrainedModel, path: str) -> Any:
-    """Return the config of the nearest module around `path` that has one."""
+    """Return the config of the nearest module around `path` that has one; None if none has."""
     while path:
         path = path.rpartition(".")[0]
         config = getattr(model.get_submodule(path), "config", None)
@@ -26,7 +26,16 @@ def nearest_config(model: PreTrainedModel, path: str) -> Any:
 
 
 def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[dict[str, int | None], dict[str, str]]:
-    """Return the defaults of the config classes for absent keys, and the aliases of keys."""
+    """Return the defaults of the config classes for absent keys, and the aliases of keys.
+
+    Args:
+        keys: Dotted keys.
+        root: Config of the model.
+        expressions: Expressions over `keys` that must have a value under the defaults.
+
+    Returns:
+        Values of `Scope.defaults` and `Scope.aliases`.
+    """
     defaults: dict[str, int | None] = {}
     aliases: dict[str, str] = {}
     resolved: dict[str, int | None] = {}
@@ -57,15 +66,18 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
 
 @functools.cache
 def _default_config(config_class: Callable[[], Any]) -> Any:
-    """Return a config with all defaults, or None."""
+    """Return a config with all defaults; None if the class cannot be built from them."""
     try:
         return config_class()
-    except Exception:  # the class cannot be built from its defaults
+    except Exception:  # config classes raise different exceptions
         return None
 
 
 def class_default(config: Any, name: str) -> int | None:
-    """Return the default that the config class declares, before its __init__ derives other values."""
+    """Return the default that the config class declares, before its __init__ derives other values.
+
+    None if there is none, or it is no integer.
+    """
     declared = inspect.getattr_static(type(config), name, None)
     if _as_integer(declared) is not None:
         return _as_integer(declared)
@@ -74,7 +86,10 @@ def class_default(config: Any, name: str) -> int | None:
 
 
 def read_key(config: Any, name: str) -> Any:
-    """Return the value of a key for the whole model, even if single layers have values of their own."""
+    """Return the value of a key for the whole model, even if single layers have values of their own.
+
+    None without a config or value.
+    """
     if config is None:
         return None
     values = vars(config)

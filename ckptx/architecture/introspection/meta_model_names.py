@@ -1,7 +1,7 @@
 """Disk names of a meta model, and the conversions that loading applies to the tensors with these names.
 
-The facts come from transformers: every name passes through its own reverse conversion, in each naming that it can load,
-and back through its loader. Imports transformers; see `meta_model`.
+The facts come from transformers: every name passes through its own reverse conversion, in each naming scheme that it
+can load, and back through its loader. Imports transformers; see `meta_model`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LoadTarget(NamedTuple):
     source: str = ""
 
 
-def disk_renames(model: PreTrainedModel) -> list[Rename]:
-    """Return functions from a model name to a disk name; the first is that of ``save_pretrained``."""
+def functions_to_disk_names(model: PreTrainedModel) -> list[Rename]:
+    """Return functions from a model name to a disk name: first that of ``save_pretrained``, last the identity."""
 
     def to_disk_name(optional: tuple[Any, ...], name: str) -> str:
         reverted = _revert_conversions(model, {name: torch.empty(0, device="meta")}, optional)
@@ -53,14 +53,14 @@ def disk_renames(model: PreTrainedModel) -> list[Rename]:
     return [functools.partial(to_disk_name, chosen) for chosen in _prefix_change_subsets(model)] + [str]
 
 
-def load_rename(model: PreTrainedModel) -> Rename:
+def function_to_model_name(model: PreTrainedModel) -> Rename:
     """Return the function from a disk name to a model name that ``from_pretrained`` applies."""
     load = _load_function(model)
     return lambda name: load(name).name
 
 
-def disk_names_by_naming(model: PreTrainedModel) -> list[list[str]]:
-    """Return the disk names of the model, one list per naming; the first is that of ``save_pretrained``."""
+def disk_names_by_scheme(model: PreTrainedModel) -> list[list[str]]:
+    """Return the disk names of the model, one list per naming scheme; the first is that of ``save_pretrained``."""
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
     return [list(_revert_conversions(model, dict(state), optional)) for optional in _prefix_change_subsets(model)]
 
@@ -72,10 +72,10 @@ def load_conversions(
 
     Args:
         model: Model on the meta device.
-        disk_names: Its names on disk, from `disk_names_by_naming`.
+        disk_names: Its names on disk, from `disk_names_by_scheme`.
 
     Returns:
-        The conversions of the first naming in `disk_names`, and the additional ones of the others.
+        The conversions of the first naming scheme in `disk_names`, and the additional ones of the others.
     """
     owned = model.state_dict(keep_vars=True)
     load = _load_function(model)
@@ -128,7 +128,12 @@ def _align_patterns(source: str, target: str) -> tuple[str, str]:
 
 
 def _fused_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
-    """Yield the conversion of `parts`, all of which one converter sends to `target` first."""
+    """Yield the conversion of the tensors in `parts`: one converter makes `target`, and maybe more tensors, of them.
+
+    Args:
+        target: Model name of the first tensor that the converter makes.
+        parts: Disk name and result of the loader for each tensor.
+    """
     converter = parts[0][1].converter
     assert converter is not None
     order = converter.source_patterns
@@ -151,7 +156,7 @@ def _fused_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Itera
 
 # Operations that do not take a list of modules, so that their indices must be those of the model.
 _NON_LIST_OPS = frozenset({"Chunk", "Concatenate", "Interleave", "PermuteForRope", "Split", "Transpose"})
-# Operations of transformers as kind and numbers; those without a row are unsupported, by name.
+# Operations of transformers as kind and numbers; others are unsupported and written with their name.
 _OP_TEXTS: Mapping[str, Callable[[Any, list[str]], str]] = {
     "Chunk": lambda op, _: f"chunk {op.dim}" if op.num_shards_attribute is None else "unsupported:Chunk",
     "Concatenate": lambda op, _: f"concat {op.dim}",

@@ -74,7 +74,7 @@ _SHARDED_DIMS = {"colwise": -2, "rowwise": -1}  # sharded dim, in whole heads; s
 def read_structure(
     model: PreTrainedModel, conversions: tuple[frozenset[LoadConversion], frozenset[LoadConversion]]
 ) -> Structure:
-    """Return the structure of a model, with defaults for the keys that correction rows read, too.
+    """Return the structure of a model, with defaults for the keys that corrections read, too.
 
     Args:
         model: Model on the meta device.

@@ -15,7 +15,10 @@ SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (to
 
 
 def detect_scheme(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
-    """Return the scheme that the names of a checkpoint follow; None if they are not a trainer's."""
+    """Return the scheme that the names of a checkpoint follow.
+
+    None if they are not a trainer's, or if the trainer has no model of this class.
+    """
     for scheme in SCHEMES.values():
         if not scheme.markers.isdisjoint(names) and scheme.has_model(architecture.class_name):
             return scheme
@@ -25,10 +28,10 @@ def detect_scheme(architecture: Architecture, names: Collection[str]) -> Trainer
 def find_trainer_conversions(
     architecture: Architecture, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[Conversion, ...]:
-    """Return the conversions from the names of a checkpoint to disk names; empty if they are not a trainer's.
+    """Return the conversions from the names of a checkpoint to disk names; empty without a scheme, see `detect_scheme`.
 
     Raises:
-        UnsupportedError: The names are those of a training framework that has no naming scheme for this model.
+        UnsupportedError: The model has biases that the model of the trainer lacks.
         InputError: The config lacks a number that a conversion needs.
     """
     scheme = detect_scheme(architecture, names)

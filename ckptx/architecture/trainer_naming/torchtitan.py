@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.architecture.configs import read_flag
-from ckptx.architecture.correction_rows import rows_of_class
 from ckptx.architecture.correction_schema import InvalidCorrectionError
+from ckptx.architecture.correction_types import filter_by_class
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
@@ -63,11 +63,11 @@ _LEGACY_NAMES = {
 
 
 def form_of(class_name: str) -> str | None:
-    """Return the form of a class, one of `FORMS`; None if torchtitan has no model of it."""
-    rows = rows_of_class(corrections_of_class(class_name).torchtitan, class_name)
-    if not rows:
+    """Return the form of the names of a class, one of `FORMS`; None if torchtitan has no model of it."""
+    corrections = filter_by_class(corrections_of_class(class_name).torchtitan, class_name)
+    if not corrections:
         return None
-    form = rows[0].form
+    form = corrections[0].form
     if form not in FORMS:
         raise InvalidCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
     return form
@@ -82,12 +82,14 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
 
     Raises:
         UnsupportedError: torchtitan has no such model, or has it without these biases.
-        InputError: The config does not tell the number of heads.
+        InputError: The config does not give the number of heads.
     """
     form = form_of(class_name)
     if form is None:
         known = sorted(
-            row.class_name for each in model_types_with_corrections() for row in corrections_of(each).torchtitan
+            correction.class_name
+            for model_type in model_types_with_corrections()
+            for correction in corrections_of(model_type).torchtitan
         )
         raise UnsupportedError(
             f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the Hub"

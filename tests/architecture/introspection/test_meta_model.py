@@ -198,8 +198,8 @@ def test_saved_files_are_recognised_and_their_ties_resolved(class_name: str, tie
     assert architecture.match_fraction(stored) == 1.0
     decisions = resolve_ties(architecture, config, stored, lambda *_: False)
     always = class_name == "T5ForConditionalGeneration"
-    expected = {"source-only"} if tied or always else {"undeclared"}
-    assert {each.case for each in decisions} == expected
+    expected = {"tied-to-only"} if tied or always else {"undeclared"}
+    assert {each.stored for each in decisions} == expected
 
 
 # ------------------------------------------------------------------------------------ remote code

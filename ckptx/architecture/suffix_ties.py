@@ -1,7 +1,7 @@
 """Tied names of classes that cannot be built, so that they cannot be read from transformers.
 
 Used only for a class that neither the table nor the installed transformers has, or that is remote code without
-permission to run it. Each row has a target, its source, and the models it is known from; a name may have any prefix
+permission to run it. Each entry has a target, its source, and the models it is known from; a name may have any prefix
 (``language_model.lm_head.weight``), if only one tensor ends like that.
 """
 
@@ -9,21 +9,13 @@ from __future__ import annotations
 
 from ckptx.architecture.architecture import Architecture, TieFlag, TiePair
 
-# (target, source, reason for the row)
+# (target, source, models that the pair is known from)
 SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
-    (
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "the Llama layout, which most published remote code follows",
-    ),
+    ("lm_head.weight", "model.embed_tokens.weight", "the Llama layout, which most published remote code follows"),
     ("lm_head.weight", "transformer.wte.weight", "the GPT-2 layout: Qwen 1, MPT, Falcon forks"),
     ("output.weight", "model.tok_embeddings.weight", "InternLM 2"),
     ("output.weight", "tok_embeddings.weight", "the original Llama release and its direct descendants"),
-    (
-        "transformer.output_layer.weight",
-        "transformer.embedding.word_embeddings.weight",
-        "ChatGLM 2 to 4",
-    ),
+    ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight", "ChatGLM 2 to 4"),
     ("lm_head.weight", "transformer.word_embeddings.weight", "the Bloom layout"),
     ("lm_head.weight", "backbone.embeddings.weight", "Mamba forks"),
     ("lm_head.weight", "backbone.embedding.weight", "the original Mamba release"),

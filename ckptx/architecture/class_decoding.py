@@ -1,8 +1,8 @@
-"""Read the classes of a model file: JSON becomes a `ClassRow`.
+"""Decode the classes in a model file: JSON becomes a `ClassRecord`.
 
     classes       LlamaForCausalLM -> its facts; `names` are those outside of its base model
     bodies        LlamaForCausalLM -> names below the base model, without its prefix, shared by the classes around it
-    structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_rows`
+    structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_decoding`
 
 `body` names the entry of `bodies`, and `body_below` the prefix of its names in the class. A class with `introspect` has
 no names: its value is the reason why only the real config can give them.
@@ -18,19 +18,19 @@ from typing import Any
 from ckptx.architecture.architecture import Architecture, TieFlag, TiePair
 from ckptx.architecture.shared_layers import SharedLayers, decode_shared
 from ckptx.architecture.structure import Structure
-from ckptx.architecture.structure_rows import decode_structure
+from ckptx.architecture.structure_decoding import decode_structure
 
 
 @dataclass(frozen=True, slots=True)
-class ClassRow:
-    """One class of the table.
+class ClassRecord:
+    """Record of one class in the generated files.
 
     Attributes:
         class_name: Name as in ``architectures``.
         model_type: Model type of the class's config.
         introspection_reason: Reason why the class must be built with its real config; empty if ``architecture`` is
-            valid for all.
-        sub_models: Config key of an exchangeable sub-model -> model types with which the row was measured.
+            known without it.
+        sub_models: Config key of an exchangeable sub-model -> model types with which the class was measured.
         architecture: Architecture of the class; None if ``introspection_reason`` is set.
         structures: Structures with other sub-models, by model type of the text model.
         shared_layers: Rule for ties between layers; ``architecture`` has them only for a config.
@@ -45,7 +45,10 @@ class ClassRow:
     shared_layers: SharedLayers | None = None
 
     def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
-        """Return the architecture with the text model and the ties between layers of this ``config.json``."""
+        """Return the architecture with the text model and the ties between layers of this ``config.json``.
+
+        None if the class or its ties between layers are not known for this config; see `covers`.
+        """
         if self.architecture is not None and self.shared_layers is not None:
             if not self.shared_layers.covers(config):
                 return None
@@ -58,7 +61,7 @@ class ClassRow:
         return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Return True if the row is valid for this ``config.json``: its sub-models and layer lists were measured."""
+        """Return True if the record is valid for this ``config.json``: its sub-models and layer lists were measured."""
         if self.architecture is None or (self.shared_layers is not None and not self.shared_layers.covers(config)):
             return False
         for key, measured in self.sub_models.items():
@@ -69,10 +72,10 @@ class ClassRow:
         return True
 
 
-def decode_row(
+def decode_class(
     class_name: str, model_type: str, sections: Mapping[str, Mapping[str, Any]], transformers_version: str
-) -> ClassRow:
-    """Return the row of a class.
+) -> ClassRecord:
+    """Return the record of a class.
 
     Args:
         class_name: Name of the class.
@@ -82,7 +85,7 @@ def decode_row(
     """
     values = sections["classes"][class_name]
     if "introspect" in values:
-        return ClassRow(class_name, model_type, values["introspect"], None)
+        return ClassRecord(class_name, model_type, values["introspect"], None)
     prefix = f"{values['body_below']}." if "body_below" in values else ""
     names = [*values.get("names", ()), *(prefix + name for name in sections["bodies"][values["body"]])]
 
@@ -107,7 +110,7 @@ def decode_row(
     sub_models = {key: tuple(types) for key, types in values.get("sub_models", {}).items()}
     structures = {key: structure_from(own) for key, own in values.get("structures_by_text_model", {}).items()}
     layers = decode_shared(values["shared_layers"]) if "shared_layers" in values else None
-    return ClassRow(class_name, model_type, "", architecture, sub_models, structures, layers)
+    return ClassRecord(class_name, model_type, "", architecture, sub_models, structures, layers)
 
 
 def _decode_tie(values: Mapping[str, Any]) -> TiePair:

@@ -1,4 +1,4 @@
-"""Read the shapes of a model file: JSON becomes `ShapeRules`.
+"""Decode the shapes in a model file: JSON becomes `ShapeRules`.
 
 The tensors in the base model of a class are written once for all classes around that base model, without its prefix:
 
@@ -50,8 +50,8 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _read_rules(values: Mapping[str, Any], prefix: str) -> ShapeRules:
-    def names(row: Mapping[str, Any], key: str = "names") -> frozenset[str]:
-        return frozenset([prefix + each for each in row.get(key, ())])
+    def names(section: Mapping[str, Any], key: str = "names") -> frozenset[str]:
+        return frozenset([prefix + each for each in section.get(key, ())])
 
     shapes = {prefix + name: _parse_shapes(text) for name, text in values.get("shapes", {}).items()}
     return ShapeRules(
@@ -73,8 +73,8 @@ def _read_rules(values: Mapping[str, Any], prefix: str) -> ShapeRules:
     )
 
 
-def _read_companions(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((key, as_hashable(value)) for key, value in row.get("beside", {}).items())
+def _read_companions(switch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((key, as_hashable(value)) for key, value in switch.get("beside", {}).items())
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Read the structures of a model file: JSON becomes a `Structure`.
+"""Decode the structures in a model file: JSON becomes a `Structure`.
 
 The structure in the base model of a class is the same for all classes around that base model, so it is written once,
 without the base model's prefix, and a class adds its own parts, above all the head:
@@ -47,8 +47,8 @@ def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], prefix: 
 
 
 def _read_structure(values: Mapping[str, Any], prefix: str) -> Structure:
-    def names(key: str, row: Mapping[str, Any] = values) -> tuple[str, ...]:
-        return tuple(prefix + each for each in row.get(key, ()))
+    def names(key: str, section: Mapping[str, Any] = values) -> tuple[str, ...]:
+        return tuple(prefix + each for each in section.get(key, ()))
 
     def conversions(renames: Iterable[Any], others: Iterable[Mapping[str, Any]]) -> Iterator[LoadConversion]:
         for source, target in renames:

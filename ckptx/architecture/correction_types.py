@@ -1,10 +1,10 @@
-"""Kinds of rows for manual corrections: one for each section of a file in `corrections/`.
+"""Types of manual corrections: one for each section of a file in `corrections/`.
 
-Every row has its reason. Patterns of a plan and of absent tensors are relative: ``@layers`` is a list of layers,
+Every correction has its reason. Patterns of a plan and of absent tensors are relative: ``@layers`` is a list of layers,
 ``@around`` the module that contains it; alternatives are in braces. Expressions (`expressions`) read the config of the
-text model. Paths and modules of the other rows are FQNs of the class that the row names.
+text model. Paths and modules of the other corrections are FQNs of the class that the correction names.
 
-The rows are named tuples: `inspect` reads only some, and creating a dozen dataclasses would take longer than using
+Corrections are named tuples: `inspect` reads only some, and creating a dozen dataclasses would take longer than using
 them.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from ckptx.architecture.structure import Heads
 
 
-class PlanRow(NamedTuple):
+class PlanCorrection(NamedTuple):
     """A tensor-parallel rule that is missing or wrong in the plan of transformers.
 
     It defines which elements belong together, not how a forward pass would run: rows of ``[q|k|v]`` are three groups.
@@ -24,10 +24,10 @@ class PlanRow(NamedTuple):
     Attributes:
         patterns: Patterns of modules or parameters.
         style: Style as in `ckptx.layout.styles`.
-        reason: Reason for the row, which reports repeat.
+        reason: Reason for the correction, which reports repeat.
         groups: Widths of the fused parts along the sharded dim, as expressions.
         heads: Candidates (number of heads, size of a head) whose product is the sharded dim, as expressions.
-        when: Expression; the row applies if it is not 0.
+        when: Expression; the correction applies if it has a value other than 0.
         note: Note for maintainers: the contents of the tensors, or related tensors that stay replicated.
     """
 
@@ -40,7 +40,7 @@ class PlanRow(NamedTuple):
     note: str = ""
 
 
-class AbsentRow(NamedTuple):
+class AbsentCorrection(NamedTuple):
     """Tensors that the layers from `first_layer` on do not have, or do not use if they are on disk.
 
     Attributes:
@@ -54,7 +54,7 @@ class AbsentRow(NamedTuple):
     reason: str
 
 
-class NoStacksRow(NamedTuple):
+class NoStacksCorrection(NamedTuple):
     """Marks a class whose layers are not a list that runs from first to last, so that no pipeline can split it.
 
     Attributes:
@@ -64,7 +64,7 @@ class NoStacksRow(NamedTuple):
     reason: str
 
 
-class DefaultsRow(NamedTuple):
+class DefaultsCorrection(NamedTuple):
     """The minimal config with which a class can be built whose own defaults fail; for `tools/build_tables.py`.
 
     The values affect sizes only: names and ties are the same for every checkpoint of the class.
@@ -75,6 +75,18 @@ class DefaultsRow(NamedTuple):
     """
 
     config: Mapping[str, Any]
+    reason: str
+
+
+class NoStagesCorrection(NamedTuple):
+    """A class that the runtime cannot run as pipeline stages, although its layers are a list.
+
+    Attributes:
+        class_name: Name of the class.
+        reason: Reason why it cannot.
+    """
+
+    class_name: str
     reason: str
 
 
@@ -98,17 +110,17 @@ class SequenceParallelModules(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-class ForwardRow(NamedTuple):
+class ForwardCorrection(NamedTuple):
     """Options of the forward pass of a class under tensor parallelism, all of them verified by tests.
 
     Attributes:
-        class_name: Name of the class, which may have several rows with different options.
+        class_name: Name of the class, which may have several corrections with different options.
         reason: Reason why the options are valid.
         head: Module whose output stays sharded over the vocabulary; empty for none.
         sequence: Modules for sequence parallelism; None if it is not supported.
-        runs: Patterns of plan rows for sharding files that are valid for the forward pass, too.
-        styles: Additional styles that the forward pass needs; they shard nothing.
-        reads_weight: Modules whose forward reads a weight of another module, which is gathered around it.
+        runs: Patterns of plan corrections that are valid for the forward pass, too, not only for sharding files.
+        styles: Module -> additional style that the forward pass needs; these styles shard nothing.
+        reads_weight: Module -> another module whose weight its forward reads; the weight is gathered around it.
         reads_when: Key of the text model's config; `reads_weight` applies only if it is not zero.
     """
 
@@ -122,7 +134,7 @@ class ForwardRow(NamedTuple):
     reads_when: str = ""
 
 
-class LayersRow(NamedTuple):
+class LayersCorrection(NamedTuple):
     """Paths of the lists of layers of a multimodal class, by group.
 
     Each group has alternatives: FQNs of the same list in different releases of transformers, or with different towers.
@@ -143,7 +155,7 @@ class LayersRow(NamedTuple):
     audio: tuple[str, ...] = ()
 
 
-class LayerPartsRow(NamedTuple):
+class LayerPartsCorrection(NamedTuple):
     """Names of parts of a layer that only this model type uses, for activation checkpointing.
 
     Attributes:
@@ -159,12 +171,12 @@ class LayerPartsRow(NamedTuple):
     norms: tuple[str, ...] = ()
 
 
-class InputRow(NamedTuple):
+class InputCorrection(NamedTuple):
     """An image or audio input of a class.
 
     Attributes:
-        kind: "images" or "audio" for inputs within a text sequence; "heard" for the audio input of an encoder whose
-            decoder generates text.
+        kind: "images" or "audio" for inputs within a text sequence; "encoder_audio" for the audio input of an encoder
+            whose decoder generates text.
         form: Name of the function in `ckptx.runtime.parity.inputs` that makes it.
         reason: Description of the input.
         settings: Arguments of that function.
@@ -178,7 +190,7 @@ class InputRow(NamedTuple):
     class_name: str = ""
 
 
-class TowerRow(NamedTuple):
+class TowerCorrection(NamedTuple):
     """Differences from CLIP for a model of this type as the tower of a class that accepts any tower.
 
     Attributes:
@@ -192,7 +204,7 @@ class TowerRow(NamedTuple):
     class_token: bool = True
 
 
-class TorchtitanRow(NamedTuple):
+class TorchtitanCorrection(NamedTuple):
     """A class for which torchtitan has a model.
 
     Attributes:
@@ -206,40 +218,44 @@ class TorchtitanRow(NamedTuple):
     reason: str
 
 
-_ClassRow = TypeVar("_ClassRow", ForwardRow, LayersRow, TorchtitanRow)
+_ClassCorrection = TypeVar(
+    "_ClassCorrection", ForwardCorrection, LayersCorrection, NoStagesCorrection, TorchtitanCorrection
+)
 
 
 class Corrections(NamedTuple):
-    """All rows of one model type, by section.
+    """All corrections of one model type, by section.
 
     Attributes:
         plan: Tensor-parallel rules.
         absent: Tensors that some layers do not have.
-        no_stacks: At most one row, which excludes pipelines.
+        no_stacks: At most one correction, which excludes pipelines.
         defaults: At most one config with which the class can be built.
+        no_stages: Classes that cannot run as pipeline stages.
         forward: Options of the forward pass under tensor parallelism, by class.
         layers: Paths of the lists of layers of multimodal classes.
         layer_parts: Names of parts of a layer, for activation checkpointing.
         inputs: Image and audio inputs.
-        as_tower: At most one row about a model that is used as a vision tower.
+        as_tower: At most one correction about a model that is used as a vision tower.
         torchtitan: Classes for which torchtitan has a model.
     """
 
-    plan: tuple[PlanRow, ...] = ()
-    absent: tuple[AbsentRow, ...] = ()
-    no_stacks: tuple[NoStacksRow, ...] = ()
-    defaults: tuple[DefaultsRow, ...] = ()
-    forward: tuple[ForwardRow, ...] = ()
-    layers: tuple[LayersRow, ...] = ()
-    layer_parts: tuple[LayerPartsRow, ...] = ()
-    inputs: tuple[InputRow, ...] = ()
-    as_tower: tuple[TowerRow, ...] = ()
-    torchtitan: tuple[TorchtitanRow, ...] = ()
+    plan: tuple[PlanCorrection, ...] = ()
+    absent: tuple[AbsentCorrection, ...] = ()
+    no_stacks: tuple[NoStacksCorrection, ...] = ()
+    defaults: tuple[DefaultsCorrection, ...] = ()
+    no_stages: tuple[NoStagesCorrection, ...] = ()
+    forward: tuple[ForwardCorrection, ...] = ()
+    layers: tuple[LayersCorrection, ...] = ()
+    layer_parts: tuple[LayerPartsCorrection, ...] = ()
+    inputs: tuple[InputCorrection, ...] = ()
+    as_tower: tuple[TowerCorrection, ...] = ()
+    torchtitan: tuple[TorchtitanCorrection, ...] = ()
 
 
-def rows_of_class(rows: tuple[_ClassRow, ...], class_name: str) -> tuple[_ClassRow, ...]:
-    """Return the rows that name a class."""
-    return tuple(row for row in rows if row.class_name == class_name)
+def filter_by_class(corrections: tuple[_ClassCorrection, ...], class_name: str) -> tuple[_ClassCorrection, ...]:
+    """Return the corrections that name a class."""
+    return tuple(each for each in corrections if each.class_name == class_name)
 
 
 def expand_braces(patterns: str) -> list[str]:

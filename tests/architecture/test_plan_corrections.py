@@ -10,7 +10,7 @@ import pytest
 
 from ckptx.architecture import class_table, model_files
 from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.correction_rows import PlanRow, expand_braces
+from ckptx.architecture.correction_types import PlanCorrection, expand_braces
 from ckptx.architecture.corrections import corrections_of, plan_keys
 from ckptx.architecture.expressions import keys_of
 from ckptx.layout.placement import Placement
@@ -46,7 +46,7 @@ def cuts(architecture: Architecture, config: dict[str, Any], names: Iterable[str
     return [rule and (rule.style, rule.groups, rule.heads) for rule in rules]
 
 
-def configs(architecture: Architecture, row: PlanRow) -> Iterator[dict[str, Any]]:
+def configs(architecture: Architecture, row: PlanCorrection) -> Iterator[dict[str, Any]]:
     """Configs of which one at least meets the condition of a row, with another number for every other key it reads."""
     keys = sorted(keys_of(row.when))
     read = keys_of(" + ".join(("1", *row.groups, *(each for pair in row.heads for each in pair))))
@@ -56,7 +56,7 @@ def configs(architecture: Architecture, row: PlanRow) -> Iterator[dict[str, Any]
         yield {**config, architecture.structure.text_config_path: config}
 
 
-def changes(row: PlanRow, architecture: Architecture) -> bool:
+def changes(row: PlanCorrection, architecture: Architecture) -> bool:
     """Whether a class is cut otherwise without a row."""
     text = architecture.structure.text_type
     # quantized forms are names that no class has by itself
@@ -70,14 +70,14 @@ def changes(row: PlanRow, architecture: Architecture) -> bool:
     return False
 
 
-def placed(row: PlanRow, architecture: Architecture) -> list[str]:
+def placed(row: PlanCorrection, architecture: Architecture) -> list[str]:
     return [
         path for stack in architecture.structure.stacks
         for path in expand_braces(row.patterns.replace("@layers", stack.path))
     ]  # fmt: skip
 
 
-def unused_rows(rows: Mapping[str, Iterable[PlanRow]]) -> list[tuple[str, PlanRow]]:
+def unused_rows(rows: Mapping[str, Iterable[PlanCorrection]]) -> list[tuple[str, PlanCorrection]]:
     classes = classes_by_text_type()
     return [
         (kind, row) for kind, each in rows.items() for row in each
@@ -99,12 +99,12 @@ def test_every_plan_row_changes_how_a_class_is_cut() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        PlanRow("@layers.*.mlp.nowhere", "colwise", "for a test"),
-        PlanRow("@layers.*.mlp.c_fc", "colwise", "for a test"),  # as another row says
-        PlanRow("@layers.*.mlp.c_fc", "rowwise", "for a test", when="n_head * 0"),
+        PlanCorrection("@layers.*.mlp.nowhere", "colwise", "for a test"),
+        PlanCorrection("@layers.*.mlp.c_fc", "colwise", "for a test"),  # as another row says
+        PlanCorrection("@layers.*.mlp.c_fc", "rowwise", "for a test", when="n_head * 0"),
     ],
 )
-def test_a_row_that_changes_nothing_is_reported(row: PlanRow) -> None:
+def test_a_row_that_changes_nothing_is_reported(row: PlanCorrection) -> None:
     with patched_corrections("gpt2", plan=(*corrections_of("gpt2").plan, row)):
         assert unused_rows({"gpt2": (row,)}) == [("gpt2", row)]
 
