@@ -23,7 +23,7 @@ FeatureSide = Literal["out", "in"]
 
 
 class Composition(NamedTuple):
-    """The parts that lie along the output or the input dim of a module's weight.
+    """The heads or fused parts (q, k, v) that lie along the output or the input dim of a module's weight.
 
     Attributes:
         side: "out" for output features, "in" for input features.

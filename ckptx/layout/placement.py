@@ -1,4 +1,4 @@
-"""Placement of a tensor, and the rectangles that the ranks of one pipeline stage get.
+"""Sharding of a tensor by TP, and the regions that the ranks of one pipeline stage hold.
 
 TP shards first, along one dim; FSDP then shards the rows of each TP shard. Both follow `torch.chunk` and DTensor:
 chunks of ceil(n / parts), then a shorter one, then empty ones.
@@ -7,7 +7,8 @@ chunks of ceil(n / parts), then a shorter one, then empty ones.
                                     tp0     0:3   3:5
                                     tp1     5:8   8:10
 
-A fused tensor is sharded group by group, so that a rank gets its part of each: one rectangle per rank and group.
+The fused parts of a tensor (groups) are sharded one by one, so that a rank gets its shard of each: one region per rank
+and group.
 
     [gate|up] of 8 + 8 rows, tp=2   tp0     0:4   8:12
                                     tp1     4:8   12:16
@@ -31,13 +32,15 @@ _UNKNOWN_SCALE = "not a known kind of scale, replicated"
 
 
 class Placement(NamedTuple):
-    """Sharding of a tensor by TP.
+    """Sharding of a tensor by TP; None in its place means that TP replicates the tensor.
+
+    Unlike torch's `Placement`, it can shard the parts of a fused tensor separately, and there is no partial one.
 
     Attributes:
         dim: Sharded dim.
-        groups: Widths along `dim` of the parts that are fused there ([q|k|v], [gate|up]), each sharded separately;
-            they add up to the dim. One group is DTensor's `Shard(dim)`.
-        align: Width of a head. It does not change the shards, but tells whether their bounds fall between heads.
+        groups: Widths along `dim` of the groups, the parts that are fused there ([q|k|v], [gate|up]). Each is sharded
+            separately, and they add up to the dim. One group is DTensor's `Shard(dim)`.
+        align: Width of a head. It does not change the shards, but shows whether their bounds fall between heads.
     """
 
     dim: int
@@ -56,7 +59,7 @@ def ceil_chunks(n: int, parts: int) -> tuple[Span, ...]:
 
 
 def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1) -> tuple[tuple[Region, ...], ...]:
-    """Return the rectangles of a tensor that each TP rank holds.
+    """Return the regions of a tensor that each TP rank holds.
 
     Args:
         shape: Shape of the whole tensor.
@@ -65,7 +68,7 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
         pack: Elements that share a byte along the last dim and stay together; 2 for F4.
 
     Returns:
-        For each TP rank its nonempty rectangles, in the order of `placement.groups`. The local tensor of a rank is
+        For each TP rank its nonempty regions, in the order of `placement.groups`. The local tensor of a rank is
         their concatenation along the dim. A tensor with a group that does not divide into whole bytes is replicated.
 
     Raises:
@@ -91,7 +94,7 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
 
 
 @lru_cache(maxsize=4096)  # layers and experts repeat a few shapes, and share their blocks
-def shard_tensor(
+def blocks_of_stage(
     shape: Shape, placement: Placement | None, dims: ParallelDims, replicate: bool, pack: int = 1
 ) -> tuple[Block, ...]:
     """Return the blocks of a tensor that the ranks of one pipeline stage hold.
@@ -115,9 +118,8 @@ def shard_tensor(
         return (Block(0, full_region(shape)),)
     local_regions = tp_regions(shape, placement, dims.tp, pack)
     is_sharded = placement is not None and _is_sharded(shape, placement, pack)
-    is_dim0_sharded = (
-        is_sharded and placement is not None and placement.dim == 0
-    )  # the rows of the groups follow each other
+    # With TP on dim 0, the local tensor has the rows of all groups one after another.
+    is_dim0_sharded = is_sharded and placement is not None and placement.dim == 0
     granularity = pack if len(shape) == 1 else 1
     return tuple(
         Block(dims.rank_in_stage(dp, tp), region, is_replica=not is_sharded and tp > 0)
@@ -185,7 +187,7 @@ def _is_sharded(shape: Shape, placement: Placement, pack: int) -> bool:
 def _fsdp_shard(
     regions: tuple[Region, ...], is_dim0_sharded: bool, dp: int, dp_shard: int, granularity: int
 ) -> list[Region]:
-    """Return the FSDP shard of a TP rank's local tensor, as rectangles of the whole tensor."""
+    """Return the FSDP shard of a TP rank's local tensor, as regions of the whole tensor."""
     if dp_shard == 1 or not regions:
         return list(regions)
     if not regions[0].sizes:
@@ -194,7 +196,7 @@ def _fsdp_shard(
     rows = sum(heights) if is_dim0_sharded else heights[0]
     begin, size = _chunks(rows, dp_shard, granularity)[dp]
     fsdp_regions = []
-    local_row = 0  # local row where the rectangle begins
+    local_row = 0  # local row where the region begins
     for region, height in zip(regions, heights, strict=True):
         low, high = max(begin, local_row), min(begin + size, local_row + height)
         if low < high:
@@ -215,7 +217,7 @@ def _chunks(n: int, parts: int, granularity: int) -> tuple[Span, ...]:
 
 
 def _replace_extent(region: Region, dim: int, span: Span) -> Region:
-    """Return the rectangle with another extent along one dim."""
+    """Return the region with another extent along one dim."""
     offsets, sizes = region
     return Region((*offsets[:dim], span[0], *offsets[dim + 1 :]), (*sizes[:dim], span[1], *sizes[dim + 1 :]))
 

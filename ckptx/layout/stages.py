@@ -86,11 +86,13 @@ class StageMap:
 
     Attributes:
         count: Number of stages.
-        counts: Number of layers of each stage, over all stacks.
+        counts: Number of layers of each stage, over all stacks; (0,) without a stack.
         stacks: Lists of layers in forward order.
     """
 
-    def __init__(self, stacks: Sequence[Stack], count: int, rule: str = "even", subject: str = "this model") -> None:
+    def __init__(
+        self, stacks: Sequence[Stack], count: int, rule: str = "even", subject: str = "this model", advice: str = ""
+    ) -> None:
         """Split the layers of the stacks over the stages, in forward order.
 
         Args:
@@ -98,6 +100,7 @@ class StageMap:
             count: Number of stages.
             rule: Rule or counts, see `split_layers`.
             subject: Name of the model class, for errors.
+            advice: Advice for the error about unknown layers, as an imperative clause; empty for none.
 
         Raises:
             UnsupportedError: There is no stack and more than one stage.
@@ -105,8 +108,8 @@ class StageMap:
         """
         if not stacks and count > 1:
             raise UnsupportedError(
-                f"{subject}: cannot find the layer list, which splitting into {count} pipeline stages requires; pass "
-                "--trust-remote-code to use the model's own code, or leave out --pp"
+                f"{subject}: cannot find the layer list, which splitting into {count} pipeline stages requires; "
+                + (f"{advice}, or leave out --pp" if advice else "leave out --pp")
             )
         self.count = count
         self.counts = split_layers(sum(stack.count for stack in stacks), count, rule) if stacks else (0,)
@@ -129,7 +132,7 @@ class StageMap:
 
         A layer is on the stage that the split assigns to it, a layer after the last of its stack (an MTP layer) on the
         stage of that last layer, and modules that run before or after a stack on the stage of its first or last layer.
-        The rest, embeddings and towers, is on stage 0.
+        All other tensors, such as embeddings and towers, are on stage 0.
         """
         layer = self._find_layer(name)
         if layer is not None and self._has_plain_layers[layer[0]]:

@@ -14,7 +14,7 @@ class StyleKind(Enum):
     COLWISE = "colwise"  # output features: rows of the weight of a Linear, and its bias
     ROWWISE = "rowwise"  # input features: columns of the weight; the bias is whole
     PACKED_COLWISE = "packed_colwise"  # two fused halves along the output features
-    PACKED_ROWWISE = "packed_rowwise"  # two fused halves along the last dim
+    PACKED_ROWWISE = "packed_rowwise"  # two fused halves along the input features; the bias is whole
     EMBEDDING_ROWWISE = "embedding_rowwise"  # vocabulary
     EMBEDDING_COLWISE = "embedding_colwise"  # hidden size
     REPLICATE = "replicate"  # no sharding: the style affects only the forward pass

@@ -10,7 +10,7 @@ import pytest
 
 from ckptx.catalog.region import Region, full_region
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor, tp_regions
+from ckptx.layout.placement import Placement, blocks_of_stage, tp_regions
 from ckptx.layout.stages import split_layers
 from ckptx.layout.styles import STYLES
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan, decide_placement
@@ -61,7 +61,7 @@ def is_same(shape: Shape, regions: list[Region], dim: int, theirs: Elements) -> 
 def assert_holds_alike(cases: list[tuple[Shape, int | None, int, int]], held: list[list[Elements]]) -> None:
     for (shape, dim, tp, dp), ranks in zip(cases, held, strict=True):
         placement = None if dim is None else Placement(dim, (shape[dim],))
-        blocks = shard_tensor(shape, placement, ParallelDims(tp=tp, dp_shard=dp), True)
+        blocks = blocks_of_stage(shape, placement, ParallelDims(tp=tp, dp_shard=dp), True)
         for rank, theirs in enumerate(ranks):
             mine = [block.region for block in blocks if block.rank_in_stage == rank]
             assert is_same(shape, mine, 0, theirs), (shape, dim, tp, dp, rank)

@@ -399,6 +399,29 @@ def test_parts_that_a_placement_names_one_by_one_are_the_ones_that_count(parts: 
         assert not holds_whole_parts((sum(widths), 3), Placement(0, (sum(widths),)), parts, tp)
 
 
+@pytest.mark.parametrize(
+    ("parts", "groups", "tp", "whole"),
+    [
+        ([(3, 1)], (3,), 4, True),  # plain features may leave a rank without any
+        ([(3, 1), (3, 1)], (3, 3), 4, False),  # a part may not
+        ([(3, 2)], (6,), 4, False),  # nor heads, even if the others are whole
+        ([(2, 1), (2, 1)], (4,), 1, True),  # one rank has everything
+        ([(2, 4), (3, 1), (1, 2)], (13,), 1, True),
+    ],
+)
+def test_a_rank_may_lack_only_plain_features(
+    parts: list[tuple[int, int]], groups: tuple[int, ...], tp: int, whole: bool
+) -> None:
+    shape = (sum(count * size for count, size in parts), 3)
+    assert holds_whole_parts(shape, Placement(0, groups), parts, tp) is whole
+
+
+def test_a_module_outside_the_layers_has_no_composition_by_default() -> None:
+    found = Compositions({"proj": Composition("out", ())}, stacks=("model.layers",))
+    assert found.find("model.layers.0.proj.weight") is not None
+    assert found.find("tower.proj.weight") is None
+
+
 def test_the_names_of_modules_find_their_composition() -> None:
     out, inner = Composition("out", (((2, 4),),)), Composition("in", (), 2)
     found = Compositions({"attn.proj": out, "proj": inner}, {"proj": out}, ("model.layers",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.errors import InternalError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, scale_placement, shard_tensor, tp_regions
+from ckptx.layout.placement import Placement, blocks_of_stage, ceil_chunks, is_aligned, scale_placement, tp_regions
 
 Shape = tuple[int, ...]
 
@@ -91,12 +92,12 @@ def test_a_placement_of_another_shape_is_a_defect(placement: Placement) -> None:
 
 
 def test_fsdp_cuts_the_rows_inside_the_tp_slice() -> None:
-    blocks = shard_tensor((10, 4), Placement(0, (10,)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = blocks_of_stage((10, 4), Placement(0, (10,)), ParallelDims(tp=2, dp_shard=2), False)
     assert held(blocks) == [(0, 0, 3), (1, 5, 3), (2, 3, 2), (3, 8, 2)]
 
 
 def test_columns_and_rows_give_a_grid() -> None:
-    blocks = shard_tensor((5, 6), Placement(1, (6,)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = blocks_of_stage((5, 6), Placement(1, (6,)), ParallelDims(tp=2, dp_shard=2), False)
     assert blocks == (
         Block(0, Region((0, 0), (3, 3))),
         Block(1, Region((0, 3), (3, 3))),
@@ -108,7 +109,7 @@ def test_columns_and_rows_give_a_grid() -> None:
 def test_a_chunk_of_local_rows_may_end_one_group_and_begin_the_next() -> None:
     # tp0 holds gate 0:3 and up 6:9, six local rows; of three FSDP ranks the middle one gets the end of one
     # and the begin of the other.
-    blocks = shard_tensor((12, 4), Placement(0, (6, 6)), ParallelDims(tp=2, dp_shard=3), False)
+    blocks = blocks_of_stage((12, 4), Placement(0, (6, 6)), ParallelDims(tp=2, dp_shard=3), False)
     assert held(blocks) == [
         (0, 0, 2), (1, 3, 2),
         (2, 2, 1), (2, 6, 1), (3, 5, 1), (3, 9, 1),
@@ -117,7 +118,7 @@ def test_a_chunk_of_local_rows_may_end_one_group_and_begin_the_next() -> None:
 
 
 def test_groups_along_columns_are_each_cut_by_rows() -> None:
-    blocks = shard_tensor((4, 8), Placement(1, (4, 4)), ParallelDims(tp=2, dp_shard=2), False)
+    blocks = blocks_of_stage((4, 8), Placement(1, (4, 4)), ParallelDims(tp=2, dp_shard=2), False)
     assert [block.region for block in blocks if block.rank_in_stage == 3] == [
         Region((2, 2), (2, 2)),
         Region((2, 6), (2, 2)),
@@ -125,36 +126,40 @@ def test_groups_along_columns_are_each_cut_by_rows() -> None:
 
 
 def test_what_tp_does_not_cut_is_stored_once() -> None:
-    assert shard_tensor((4, 4), None, ParallelDims(tp=4), False) == (Block(0, full_region((4, 4))),)
-    assert held(shard_tensor((5, 4), None, ParallelDims(tp=2, dp_shard=2), False)) == [(0, 0, 3), (2, 3, 2)]
+    assert blocks_of_stage((4, 4), None, ParallelDims(tp=4), False) == (Block(0, full_region((4, 4))),)
+    assert held(blocks_of_stage((5, 4), None, ParallelDims(tp=2, dp_shard=2), False)) == [(0, 0, 3), (2, 3, 2)]
 
 
 def test_replicas_are_marked() -> None:
-    blocks = shard_tensor((5, 4), None, ParallelDims(tp=2, dp_shard=2), True)
+    blocks = blocks_of_stage((5, 4), None, ParallelDims(tp=2, dp_shard=2), True)
     assert held(blocks) == [(0, 0, 3), (2, 3, 2)]
     assert held(blocks, replica=True) == [(1, 0, 3), (3, 3, 2)]
 
 
 def test_replicate_changes_nothing_that_tp_cuts() -> None:
     dims = ParallelDims(tp=3, dp_shard=2)
-    assert shard_tensor((7, 4), Placement(0, (7,)), dims, True) == shard_tensor((7, 4), Placement(0, (7,)), dims, False)
+    assert blocks_of_stage((7, 4), Placement(0, (7,)), dims, True) == blocks_of_stage(
+        (7, 4), Placement(0, (7,)), dims, False
+    )
 
 
 def test_pipeline_stages_do_not_matter() -> None:
-    assert shard_tensor((7, 4), Placement(0, (7,)), ParallelDims(2, 4, 2), False) == shard_tensor(
+    assert blocks_of_stage((7, 4), Placement(0, (7,)), ParallelDims(2, 4, 2), False) == blocks_of_stage(
         (7, 4), Placement(0, (7,)), ParallelDims(2, 1, 2), False
     )
 
 
 def test_fsdp_leaves_a_scalar_alone() -> None:
-    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), False) == (Block(0, Region((), ())),)
-    assert shard_tensor((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(1, Region((), ()), is_replica=True)
+    assert blocks_of_stage((), None, ParallelDims(tp=2, dp_shard=4), False) == (Block(0, Region((), ())),)
+    assert blocks_of_stage((), None, ParallelDims(tp=2, dp_shard=4), True)[1] == Block(
+        1, Region((), ()), is_replica=True
+    )
 
 
 @pytest.mark.parametrize("placement", [None, Placement(1, (6,))])
 def test_a_tensor_without_elements_is_one_block(placement: Placement | None) -> None:
     dims = ParallelDims(tp=2, dp_shard=2)
-    assert shard_tensor((0, 6), placement, dims, True) == (Block(0, Region((0, 0), (0, 6))),)
+    assert blocks_of_stage((0, 6), placement, dims, True) == (Block(0, Region((0, 0), (0, 6))),)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,19 +174,36 @@ def test_a_pair_is_never_parted() -> None:
 @pytest.mark.parametrize(("shape", "placement"), [((2, 7), Placement(1, (7,))), ((2, 8), Placement(1, (5, 3)))])
 def test_a_group_of_half_bytes_is_not_cut(shape: Shape, placement: Placement) -> None:
     assert tp_regions(shape, placement, 2, pack=2) == ((full_region(shape),),) * 2
-    assert shard_tensor(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, full_region(shape)),)
-    assert shard_tensor(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (
+    assert blocks_of_stage(shape, placement, ParallelDims(tp=2), False, 2) == (Block(0, full_region(shape)),)
+    assert blocks_of_stage(shape, placement, ParallelDims(tp=2), True, 2)[1:] == (
         Block(1, full_region(shape), is_replica=True),
     )
 
 
+@pytest.mark.parametrize("pack", [2, 4])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_packed_groups_are_sharded_like_their_bytes_or_not_at_all(pack: int, tp: int) -> None:
+    """A single group that ends inside a byte, at any position, keeps the tensor whole."""
+    for groups in (each for count in (1, 2, 3) for each in product(range(1, 9), repeat=count)):
+        shape = (3, sum(groups))
+        found = tp_regions(shape, Placement(1, groups), tp, pack)
+        if any(width % pack for width in groups):
+            assert found == ((full_region(shape),),) * tp, groups
+            continue
+        in_bytes = tp_regions((3, shape[1] // pack), Placement(1, tuple(width // pack for width in groups)), tp)
+        assert found == tuple(
+            tuple(Region((0, offsets[1] * pack), (3, sizes[1] * pack)) for offsets, sizes in regions)
+            for regions in in_bytes
+        ), groups
+
+
 def test_pairs_along_the_last_dim_do_not_bind_the_rows() -> None:
-    assert held(shard_tensor((5, 4), Placement(0, (5,)), ParallelDims(tp=2), False, 2)) == [(0, 0, 3), (1, 3, 2)]
+    assert held(blocks_of_stage((5, 4), Placement(0, (5,)), ParallelDims(tp=2), False, 2)) == [(0, 0, 3), (1, 3, 2)]
 
 
 def test_fsdp_does_not_part_pairs_of_a_vector() -> None:
-    assert held(shard_tensor((6,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 4), (1, 4, 2)]
-    assert held(shard_tensor((7,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 7)]
+    assert held(blocks_of_stage((6,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 4), (1, 4, 2)]
+    assert held(blocks_of_stage((7,), None, ParallelDims(dp_shard=2), False, 2)) == [(0, 0, 7)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -222,7 +244,7 @@ def test_every_element_is_held_once_and_by_whom_it_should(
 ) -> None:
     shape, placement = case
     dims = ParallelDims(tp=tp, dp_shard=dp)
-    blocks = shard_tensor(shape, placement, dims, replicate)
+    blocks = blocks_of_stage(shape, placement, dims, replicate)
     assert find_coverage_fault(shape, [block.region for block in blocks if not block.is_replica]) is None
     assert [block.rank_in_stage for block in blocks] == sorted(block.rank_in_stage for block in blocks)
     if not prod(shape):
@@ -247,7 +269,7 @@ def test_every_element_is_held_once_and_by_whom_it_should(
 @settings(deadline=None, max_examples=200)
 def test_packs_are_kept_together(case: tuple[Shape, Placement | None], tp: int, dp: int, pack: int) -> None:
     shape, placement = case
-    blocks = shard_tensor(shape, placement, ParallelDims(tp=tp, dp_shard=dp), False, pack)
+    blocks = blocks_of_stage(shape, placement, ParallelDims(tp=tp, dp_shard=dp), False, pack)
     assert find_coverage_fault(shape, [block.region for block in blocks]) is None
     if shape and shape[-1] % pack == 0:
         assert all(block.region.offsets[-1] % pack == block.region.sizes[-1] % pack == 0 for block in blocks)
@@ -277,6 +299,19 @@ def box(region: Region) -> tuple[slice, ...]:
 )
 def test_heads(groups: tuple[int, ...], head: int, tp: int, aligned: bool) -> None:
     assert is_aligned((sum(groups), 4), Placement(0, groups, head), tp) is aligned
+
+
+@pytest.mark.parametrize("head", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_shards_are_aligned_if_no_head_is_on_two_ranks(head: int, tp: int) -> None:
+    for groups in (each for count in (1, 2) for each in product(range(13), repeat=count)):
+        ranks_by_head: dict[tuple[int, int], set[int]] = {}
+        for group, width in enumerate(groups):
+            for rank, rows_of_rank in enumerate(torch_chunk(np.arange(width), tp, 0)):
+                for row in rows_of_rank:
+                    ranks_by_head.setdefault((group, int(row) // head), set()).add(rank)
+        expected = all(len(ranks) == 1 for ranks in ranks_by_head.values())
+        assert is_aligned((sum(groups), 4), Placement(0, groups, head), tp) is expected, groups
 
 
 def test_what_is_not_cut_is_aligned() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.layout.composition import Composition, Compositions
 from ckptx.layout.placement import Placement
 from ckptx.layout.styles import STYLES
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, Rule, TensorParallelPlan, decide_placement
@@ -186,6 +187,53 @@ def test_older_names_cut_alike(old: str) -> None:
     new = old.removeprefix("local_").removesuffix("_rep")
     for name, shape in (("weight", (8, 6)), ("bias", (8,)), ("x", (4, 6, 8))):
         assert decided(old, name, shape).placement == decided(new, name, shape).placement
+
+
+@pytest.mark.parametrize(
+    "style",
+    ["local", "gather", "ep_router", "moe_tp_experts", "megamoe_router", "megamoe_experts", "sequence_parallel"],
+)
+def test_names_without_sharding_stay_valid(style: str) -> None:
+    plan = TensorParallelPlan.from_user({"m": style})
+    assert decide_placement(plan, "m.weight", (8, 6), 2).placement is None
+
+
+@pytest.mark.parametrize(("size", "placement"), [(1, None), (2, Placement(0, (2,))), (3, Placement(0, (3,)))])
+def test_two_elements_suffice_for_a_shard(size: int, placement: Placement | None) -> None:
+    found = decided("colwise", "weight", (size, 6), tp=4)
+    reason = "colwise shards dim 0" if placement else "dim 0 has size 1, replicated"
+    assert found == PlacementDecision(placement, "model plan", reason, True)
+
+
+@pytest.mark.parametrize(("heads", "aligned"), [(((4, 4),), False), (((8, 2),), True), (((16, 1),), True), ((), True)])
+def test_the_halves_of_a_user_plan_hold_whole_heads_of_the_groups(
+    heads: tuple[tuple[int, int], ...], aligned: bool
+) -> None:
+    """The groups are those of the model: two of 8 elements, of which each of 4 ranks holds 2."""
+    model = TensorParallelPlan({"m": Rule("colwise", "model plan", groups=(8, 8), heads=heads)})
+    found = decide_placement(
+        TensorParallelPlan.from_user({"m": "packed_colwise"}, fallback=model), "m.weight", (16, 6), 4
+    )
+    assert (found.placement, found.aligned) == (Placement(0, (8, 8)), aligned)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tp, aligned", [(2, True), (4, False)])
+@pytest.mark.parametrize("of_features", [True, False])
+def test_heads_along_the_inputs_are_those_of_the_stored_order(
+    transposed: bool, tp: int, aligned: bool, of_features: bool
+) -> None:
+    """The inputs are two heads of 8; the outputs, of the same size, are plain features."""
+    model = TensorParallelPlan(
+        {},
+        compositions=Compositions(
+            {"m": Composition("in", (((2, 8),),))}, transposed=frozenset({"m"}) if transposed else frozenset()
+        ),
+    )
+    plan = TensorParallelPlan.from_user({"m": "colwise" if of_features else "rowwise"}, fallback=model)
+    found = decide_placement(plan, "m.weight", (16, 16), tp)
+    assert found.placement == Placement(0 if of_features is not transposed else 1, (16,))
+    assert found.aligned is (of_features or aligned)
 
 
 @pytest.mark.parametrize(
