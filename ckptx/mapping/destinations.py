@@ -10,13 +10,13 @@ from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import find_parent
 
-# Key of a run, the application of one conversion to the tensors that it converts together: index of the conversion, and
-# the indices that these tensors share.
+# Key of a run of a conversion: its application to the tensors that it converts together, such as the experts of one
+# layer. It has the index of the conversion and the indices that these tensors share.
 RunKey = tuple[int, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Destination of a tensor in one run of a conversion: its application to the tensors that it converts together.
+    """Destination of a tensor in one run of a conversion, see `RunKey`.
 
     Attributes:
         conversion: Index of the conversion.
@@ -68,20 +68,21 @@ def add_scale_destinations(
         destinations: Destination of each name; None if no rule knows it.
         conversions: Conversions that destinations refer to.
         find_destination: Function that returns the destination of a weight, which need not be in the checkpoint.
-        name_at: Function that returns the name at a destination of a conversion without ops.
-        is_possible: Function that returns False for a pattern of weights without destination, whatever their indices.
+        name_at: Function that returns the new name of the weight at a destination.
+        is_possible: Function that returns False for a pattern if no weight with this pattern has a destination.
 
     Returns:
-        The same `destinations`, changed in place, and the runs that cannot be converted.
+        The same `destinations`, changed in place, and the runs that cannot be converted. A name that belongs to no
+        weight, or does not change, keeps the destination None.
     """
     resolved = ResolvedNames(destinations, set())
     renamed_scales = []
-    is_separate: dict[str, bool] = {}  # pattern -> True if its names belong to no weight
+    belongs_to_weight: dict[str, bool] = {}  # by pattern
     for name in [name for name, destination in destinations.items() if destination is None]:
         pattern = pattern_of(name)
-        if pattern not in is_separate:
-            is_separate[pattern] = find_parent(pattern, is_possible) is None
-        if is_separate[pattern]:
+        if pattern not in belongs_to_weight:
+            belongs_to_weight[pattern] = find_parent(pattern, is_possible) is not None
+        if not belongs_to_weight[pattern]:
             continue
         parent = find_parent(name, lambda weight: find_destination(weight) is not None)
         weight_destination = None if parent is None else find_destination(parent.weight)
@@ -113,7 +114,10 @@ def _changes_tensors(conversion: Conversion) -> bool:
 
 
 def target_name_at(conversions: Sequence[Conversion], destination: Destination) -> str:
-    """Return the target name of a destination; that of the first target if there are fewer targets than sources."""
+    """Return the name of the target that has the same index as the source at a destination.
+
+    If there is no such target, because several sources become one tensor, it is the name of the first target.
+    """
     targets = conversions[destination.conversion].targets
     return name_in_run(
         targets[destination.pattern_index if destination.pattern_index < len(targets) else 0],

@@ -12,7 +12,7 @@ _SCALE_ENDINGS = ("_scale", "_scales", "_scale_inv", "_scale_2", ".scales", ".ab
 _QUANTIZED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F8_E8M0", "I8", "U8", "I32"})
 
 
-def cast_targets(
+def dtypes_after_cast(
     tensors: Mapping[str, TensorEntry],
     target: DType | None,
     keeps_fp32: Callable[[str], bool],
@@ -27,8 +27,8 @@ def cast_targets(
         also_fp32: Names that stay in float32 because a base checkpoint stores them so.
 
     Returns:
-        A dtype for every name. Integers, quantized floats, scales of quantized weights, and tensors that must stay in
-        float32 keep their dtype.
+        A dtype for every name. Integers, quantized floats, scales of quantized weights, and those float32 tensors that
+        must stay in float32 keep their dtype.
     """
     if target is None:
         return {name: entry.dtype for name, entry in tensors.items()}
@@ -44,7 +44,7 @@ def cast_targets(
     return result
 
 
-def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) -> dict[str, DType]:
+def dtypes_as_in_base(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) -> dict[str, DType]:
     """Return the target dtype of each tensor for `--dtype base`.
 
     Args:
@@ -67,5 +67,5 @@ def base_targets(tensors: Mapping[str, TensorEntry], base: Mapping[str, DType]) 
 
 
 def is_quantized_weight(entry: TensorEntry) -> bool:
-    """Return True for a matrix in a quantized dtype; an integer vector or counter is not a weight."""
+    """Return True for a tensor of two or more dims in a dtype of quantized weights (8 bits or fewer, or int32)."""
     return entry.dtype.name in _QUANTIZED_DTYPES and len(entry.shape) >= 2

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptx.mapping.destinations import Destination, name_in_run
-from ckptx.mapping.names import LEGACY_LEAVES
+from ckptx.mapping.names import replace_legacy_leaf
 from ckptx.mapping.rules import NameRules
 
 
 def find_duplicate_names(rules: NameRules, names: Iterable[str]) -> dict[str, str]:
-    """Map each second stored name of a model tensor to its first one.
+    """Map each additional stored name of a model tensor to the name to keep.
 
-    The first name is the model's own one if it is stored, else the first in order. Parts of one combined tensor are
-    different tensors, not two names.
+    That is the model's own name if it is stored, else the first in the order of `names`. Tensors that are combined into
+    one model tensor are different tensors, not two names.
 
     Args:
         rules: Rules between disk names and model names.
         names: Stored names, without prefix and wrappers.
     """
-    current_names = {name: _current_name(name) for name in names}
+    current_names = {name: replace_legacy_leaf(name) for name in names}
     destinations = rules.destinations(dict.fromkeys(current_names.values()))
     first_name: dict[object, str] = {}
     duplicates: dict[str, str] = {}
@@ -40,15 +40,8 @@ def _final_name(duplicates: dict[str, str], name: str) -> str:
     return name
 
 
-def _current_name(name: str) -> str:
-    for old, new in LEGACY_LEAVES.items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
-    return name
-
-
 def _destination_keys(rules: NameRules, destination: Destination | str) -> Iterable[object]:
-    """Return the destination of a name: a tensor of the model, or a position in a combined one."""
+    """Return one key that two names of the same tensor share: a model name, or a position in a combined tensor."""
     if isinstance(destination, str):
         return (destination,)
     conversion = rules.conversions[destination.conversion]

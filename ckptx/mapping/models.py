@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckptx.mapping.names import LEGACY_LEAVES, Roles, is_state_prefix, is_trainer_state, pattern_of
+from ckptx.mapping.names import Roles, is_state_prefix, is_trainer_state, pattern_of, replace_legacy_leaf
 
-# For an unknown architecture: components of a prefix, and names under it without which it is no model.
+# For an unknown architecture: maximum number of components of a prefix, and minimum number of names under a prefix
+# without a list of layers.
 _MAX_PREFIX_COMPONENTS = 3
 _MIN_NAMES_WITHOUT_LAYERS = 4
 
@@ -24,8 +25,9 @@ class KnownNames:
     """Names of an architecture.
 
     Attributes:
-        patterns: Every name, with indices replaced by `*`.
-        base_prefix: Name of the base model inside the class; disk names may omit it.
+        patterns: Every name, with indices replaced by `*`; `a.**` stands for every name under `a`.
+        base_prefix: Name of the base model inside the class, such as `model`, without a dot; disk names may omit it.
+            Empty if there is none.
         optional_patterns: Patterns that a complete model may lack, such as those of tied tensors.
         layer_counts: Path of each list of layers -> number of layers in the config.
     """
@@ -44,9 +46,7 @@ class KnownNames:
 
     def known_name(self, name: str) -> str | None:
         """Return the name in the spelling of the architecture; None if it is not one of its names."""
-        for old, new in LEGACY_LEAVES.items():
-            if name.endswith(old):
-                name = name.removesuffix(old) + new
+        name = replace_legacy_leaf(name)
         pattern = pattern_of(name)
         known = self._is_known.get(pattern)
         if known is None:
@@ -67,11 +67,11 @@ class KnownNames:
 
 
 class OtherModel(NamedTuple):
-    """Names of the architecture under another prefix than that of the model.
+    """Names under another prefix than that of the model: names of its architecture, or the same names as the model.
 
     Attributes:
-        prefix: Prefix of the names.
-        names: Names with the prefix.
+        prefix: Prefix of the names, such as `ema.`; empty for none.
+        names: Full names, prefix included.
         is_complete: True if no required name of the model is missing.
     """
 
@@ -91,7 +91,8 @@ class Models(NamedTuple):
     Attributes:
         roles: Role of each name; `other` has all names of neither model nor optimizer.
         others: Other models, complete or partial.
-        duplicates: Name outside of the prefix -> name of the model that equals it without the prefix.
+        duplicates: Name without the prefix of the model -> stored name of the model tensor that has this name once the
+            prefix is removed: `norm.weight` -> `model.norm.weight`.
     """
 
     roles: Roles
@@ -110,7 +111,7 @@ def describe_prefix(prefix: str) -> str:
 
 
 def find_models(roles: Roles, known: KnownNames | None, *, is_user_prefix: bool) -> Models:
-    """Find other models in the names of a checkpoint.
+    """Return the model of a checkpoint, without the names of other models, and these other models.
 
     Args:
         roles: Roles of the names under the prefix that was given or detected.
@@ -132,11 +133,12 @@ def _other_copies(roles: Roles, outside: Iterable[str]) -> list[OtherModel]:
     if not roles.prefix:
         return []
 
-    def depths(name: str) -> tuple[int, ...]:
+    def prefix_lengths(name: str) -> tuple[int, ...]:
+        """Return the numbers of leading components after which a name of the model follows."""
         parts = name.split(".")
         return tuple(at for at in range(len(parts)) if ".".join(parts[at:]) in roles.model)
 
-    groups = _group_by_prefix((name, depths(name)) for name in outside)
+    groups = _group_by_prefix((name, prefix_lengths(name)) for name in outside)
     return [OtherModel(prefix, names, len(names) == len(roles.model)) for prefix, names in groups.items()]
 
 
@@ -195,33 +197,38 @@ def _sort_key(other: OtherModel) -> tuple[bool, str]:
 def _group_by_model_prefix(names: list[str], known: KnownNames) -> dict[str, tuple[str, ...]]:
     """Group names by the prefix before a name of the architecture, which may lack its base prefix."""
     base_prefix = f"{known.base_prefix}." if known.base_prefix else None
-    exact_depths: dict[str, tuple[int, ...]] = {}
-    prefixed_depths: dict[str, tuple[int, ...]] = {}
+    exact_lengths: dict[str, tuple[int, ...]] = {}  # pattern -> numbers of components that may be the prefix
+    lengths_before_base: dict[str, tuple[int, ...]] = {}  # the same for names without the base prefix
 
-    def depths(name: str, added_prefix: str) -> tuple[int, ...]:
+    def prefix_lengths(name: str, added_prefix: str) -> tuple[int, ...]:
+        """Return the numbers of leading components after which, with `added_prefix`, a name of the model follows."""
         parts = pattern_of(name).split(".")
         rests = (added_prefix + ".".join(parts[at:]) for at in range(len(parts)))
         return tuple(at for at, rest in enumerate(rests) if known.known_name(rest) is not None)
 
     for name in names:
         pattern = pattern_of(name)
-        if pattern not in exact_depths:
-            exact_depths[pattern] = depths(name, "")
-            prefixed_depths[pattern] = () if exact_depths[pattern] or base_prefix is None else depths(name, base_prefix)
-    groups = _group_by_prefix((name, exact_depths[pattern_of(name)]) for name in names)
-    for prefix, group in _group_by_prefix((name, prefixed_depths[pattern_of(name)]) for name in names).items():
+        if pattern not in exact_lengths:
+            lengths = exact_lengths[pattern] = prefix_lengths(name, "")
+            lengths_before_base[pattern] = () if lengths or base_prefix is None else prefix_lengths(name, base_prefix)
+    groups = _group_by_prefix((name, exact_lengths[pattern_of(name)]) for name in names)
+    for prefix, group in _group_by_prefix((name, lengths_before_base[pattern_of(name)]) for name in names).items():
         groups[prefix] = (*groups.get(prefix, ()), *group)
     return groups
 
 
-def _group_by_prefix(names_with_depths: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Group names by prefix; a name with several prefixes goes to the one that most names have."""
+def _group_by_prefix(names_with_lengths: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[str, ...]]:
+    """Group names by prefix; a name with several prefixes goes to the one that most names have.
+
+    Args:
+        names_with_lengths: Names, each with the numbers of leading components that may be its prefix.
+    """
     candidates = {}
     counts: Counter[str] = Counter()
-    for name, depths in names_with_depths:
-        if depths:
+    for name, lengths in names_with_lengths:
+        if lengths:
             parts = name.split(".")
-            candidates[name] = ["".join(f"{part}." for part in parts[:depth]) for depth in depths]
+            candidates[name] = ["".join(f"{part}." for part in parts[:length]) for length in lengths]
             counts.update(candidates[name])
     groups: dict[str, list[str]] = {}
     for name, prefixes in candidates.items():
@@ -230,7 +237,7 @@ def _group_by_prefix(names_with_depths: Iterable[tuple[str, tuple[int, ...]]]) -
 
 
 def find_repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return prefixes with equal names under them, probably models of an unknown architecture; empty if there are none.
+    """Return the prefixes of the largest models with equal names, for an unknown architecture; empty if there are none.
 
     Only the first components are considered, and a list of layers is not a list of models.
     """
@@ -238,11 +245,11 @@ def find_repeated_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     names_by_prefix: dict[str, set[tuple[str, int]]] = {}
     for pattern, count in counts.items():
         parts = pattern.split(".")
-        for depth in range(1, min(_MAX_PREFIX_COMPONENTS + 1, len(parts))):
-            if parts[depth - 1] == "*":
+        for length in range(1, min(_MAX_PREFIX_COMPONENTS + 1, len(parts))):
+            if parts[length - 1] == "*":
                 break
-            rest = ".".join(parts[depth:])
-            names_by_prefix.setdefault("".join(f"{part}." for part in parts[:depth]), set()).add((rest, count))
+            rest = ".".join(parts[length:])
+            names_by_prefix.setdefault("".join(f"{part}." for part in parts[:length]), set()).add((rest, count))
     prefixes_by_names: dict[frozenset[tuple[str, int]], list[str]] = {}
     for prefix, rests in names_by_prefix.items():
         if len(rests) > 1 and (len(rests) >= _MIN_NAMES_WITHOUT_LAYERS or any("*" in rest for rest, _ in rests)):

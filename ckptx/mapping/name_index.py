@@ -16,7 +16,7 @@ class PatternMatch(NamedTuple):
     Attributes:
         group: Index of its group of patterns.
         pattern_index: Index within the group.
-        indices: Numbers that its stars stand for.
+        indices: Numbers that its stars stand for, left to right.
     """
 
     group: int
@@ -73,8 +73,8 @@ class NameIndex:
         entries = self._entries.get(pattern)
         if entries:
             for group, pattern_index, numbers in entries:
-                if all(wanted is None or wanted == have for wanted, have in zip(numbers, indices, strict=True)):
-                    stars = tuple([have for wanted, have in zip(numbers, indices, strict=True) if wanted is None])
+                if all(number is None or number == index for number, index in zip(numbers, indices, strict=True)):
+                    stars = tuple([index for number, index in zip(numbers, indices, strict=True) if number is None])
                     yield PatternMatch(group, pattern_index, stars)
         for regex, group, pattern_index in self._embedded:
             match = regex.fullmatch(name)

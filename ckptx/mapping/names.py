@@ -21,8 +21,8 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 # `module` is also a name in models; only torch writes the others.
 _AMBIGUOUS_WRAPPERS = frozenset({"module"})
 
-# transformers renames these two while loading, for every model
-LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+# Leaves that transformers renames while loading, for every model.
+_LEGACY_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 # Moments of an optimizer, for trainers that append the name of the parameter: `exp_avg.model.norm.weight`.
 _MOMENT_ROOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"})
@@ -46,11 +46,11 @@ class UnwrappedNames(NamedTuple):
     """Names without wrappers.
 
     Attributes:
-        names: Old name -> new name; each new name occurs once.
-        counts: Wrapper -> number of names it was removed from.
+        names: Old name -> new name, without `duplicates`; each new name occurs once.
+        counts: Wrapper -> number of times it was removed, from all names.
         duplicates: Name that equals another one except for wrappers -> that other name; both are in the checkpoint.
         names_with_module: Names that keep a `module.`, because the name without it also exists and is unknown to the
-            architecture.
+            architecture; all names with `module.` if one is ambiguous and the architecture is unknown.
     """
 
     names: dict[str, str]
@@ -63,8 +63,8 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     """Remove wrapper components at any depth, except from names of the architecture (`patterns`).
 
     The last component of a name is never a wrapper. Two names that differ only in wrappers are one tensor stored twice.
-    But models have modules called `module`, so if the architecture does not know the name without it, both names stay;
-    and no `module` is removed for an unknown architecture.
+    But models have modules called `module`. So two names that differ only in `module`, and whose short name the
+    architecture does not know, both stay. If the architecture is unknown, one such pair keeps `module` in all names.
 
     Example:
         model._orig_mod.layers.0._checkpoint_wrapped_module.weight -> model.layers.0.weight
@@ -97,6 +97,14 @@ def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset())
     return UnwrappedNames(renamed, dict(counts), duplicates, names_with_module)
 
 
+def replace_legacy_leaf(name: str) -> str:
+    """Return a name with a final `LayerNorm.gamma` or `LayerNorm.beta` renamed as transformers does while loading."""
+    for old, new in _LEGACY_LEAVES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
 def _parents(name: str) -> list[str]:
     return name.split(".")[:-1]
 
@@ -105,21 +113,35 @@ def _strip_components(name: str, wrappers: frozenset[str], patterns: frozenset[s
     *parents, last = name.split(".")
     if wrappers.isdisjoint(parents):
         return name
-    model_end = _find_model_end(pattern_of(name), patterns)
-    parents = parents[: len(parents) + 1 - model_end[0]] if model_end else parents
+    suffix = _match_suffix(pattern_of(name), patterns)
+    parents = parents[: len(parents) + 1 - suffix.length] if suffix else parents
     kept = [part for part in parents if part not in wrappers]
-    if not model_end:
+    if not suffix:
         return ".".join([*kept, last])
-    tail = name.split(".")[-model_end[0] :]
-    return ".".join([*kept, *(tail[index] for index in model_end[1])])
+    tail = name.split(".")[-suffix.length :]
+    return ".".join([*kept, *(tail[index] for index in suffix.kept_indices)])
+
+
+class _Suffix(NamedTuple):
+    """Last components of a name that are a model name, possibly with wrappers between them.
+
+    Attributes:
+        length: Number of components.
+        kept_indices: Indices of the components that are the model name; the others are wrappers.
+    """
+
+    length: int
+    kept_indices: tuple[int, ...]
 
 
 @lru_cache(maxsize=1 << 12)
-def _find_model_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[int, ...]] | None:
-    """Find the end of a name that is a name of the architecture with components like wrappers.
+def _match_suffix(pattern: str, patterns: frozenset[str]) -> _Suffix | None:
+    """Find the longest model name that ends a name, among those with a component that could be a wrapper (`module`).
+
+    Wrappers between the components of the model name are skipped.
 
     Returns:
-        The number of components of the end, and the indices of those that are the name; None if there is no such end.
+        The suffix; None if no such model name matches.
     """
     parts = pattern.split(".")
     for model_pattern in _patterns_with_wrappers(patterns):
@@ -132,13 +154,13 @@ def _find_model_end(pattern: str, patterns: frozenset[str]) -> tuple[int, tuple[
                 break
             matched.append(position)
         else:
-            return len(parts) - position, tuple(each - position for each in reversed(matched))
+            return _Suffix(len(parts) - position, tuple(each - position for each in reversed(matched)))
     return None
 
 
 @lru_cache(maxsize=64)
 def _patterns_with_wrappers(patterns: frozenset[str]) -> tuple[str, ...]:
-    """Return the names of an architecture that have components like wrappers, the longest first."""
+    """Return the patterns with a component that could be a wrapper, those with the most components first."""
     found = [each for each in patterns if not WRAPPERS.isdisjoint(each.split("."))]
     return tuple(sorted(found, key=lambda each: (-each.count("."), each)))
 
@@ -149,28 +171,28 @@ def _removed_components(name: str, short: str) -> Counter[str]:
 
 
 def _find_ambiguous_names(short_names: Mapping[str, str], patterns: frozenset[str]) -> set[str]:
-    """Return names whose `module` may be a module: the same names without it exist and the architecture lacks them.
+    """Return names whose `module` may be a module: the names without it also exist, and the architecture lacks them.
 
     State that belongs to such a name is included.
     """
     names_by_short: dict[str, list[str]] = {}
     for name, short in short_names.items():
         names_by_short.setdefault(short, []).append(name)
-    collisions = {short: found for short, found in names_by_short.items() if len(found) > 1}
-    found: set[str] = set()
-    modules: set[str] = set()
-    for short, each in collisions.items():
-        spellings = {_strip_components(name, WRAPPERS - _AMBIGUOUS_WRAPPERS, patterns) for name in each}
+    collisions = {short: names for short, names in names_by_short.items() if len(names) > 1}
+    ambiguous: set[str] = set()
+    ambiguous_short_names: set[str] = set()
+    for short, names in collisions.items():
+        spellings = {_strip_components(name, WRAPPERS - _AMBIGUOUS_WRAPPERS, patterns) for name in names}
         if len(spellings) == 1 or is_optimizer(short) or is_trainer_state(short) or _has_known_end(short, patterns):
             continue
-        modules.add(short)
-        found.update(each)
-    for short, each in collisions.items() if modules else ():
+        ambiguous_short_names.add(short)
+        ambiguous.update(names)
+    for short, names in collisions.items() if ambiguous_short_names else ():
         parts = short.split(".")
         spans = (".".join(parts[i:j]) for i in range(1, len(parts)) for j in range(i + 1, len(parts)))
-        if any(span in modules for span in spans):
-            found.update(each)
-    return found
+        if any(span in ambiguous_short_names for span in spans):
+            ambiguous.update(names)
+    return ambiguous
 
 
 def _has_known_end(name: str, patterns: frozenset[str]) -> bool:
@@ -186,7 +208,7 @@ class Roles(NamedTuple):
         prefix: Prefix removed from model names.
         model: Name without prefix -> name in the checkpoint.
         optimizer: Names of optimizer state.
-        other: Names of other state, such as schedulers, counters and data loaders.
+        other: Names of other state, such as schedulers, counters and data loaders, and names outside of the prefix.
     """
 
     prefix: str
@@ -196,12 +218,12 @@ class Roles(NamedTuple):
 
 
 def is_optimizer(name: str) -> bool:
-    """Return True for the name of optimizer state, in any trainer."""
+    """Return True for the name of optimizer state: by its first component, or the second under a root like `state`."""
     return _has_root(name, _OPTIMIZER_ROOTS)
 
 
 def is_trainer_state(name: str) -> bool:
-    """Return True for the name of a scheduler, counter, data loader or RNG state."""
+    """Return True for the name of a scheduler, counter, data loader, RNG, gradient scaler or other trainer state."""
     return _has_root(name, _TRAINER_ROOTS)
 
 
@@ -211,7 +233,7 @@ def _has_root(name: str, roots: frozenset[str]) -> bool:
 
 
 def is_state_prefix(prefix: str) -> bool:
-    """Return True for a prefix that marks repeated model names as moments or gradients of the parameters."""
+    """Return True for a prefix with a component of optimizer state, master weights, gradients or trainer state."""
     parts = prefix.split(".")
     roots = _OPTIMIZER_ROOTS | _TRAINER_ROOTS | _GRADIENTS
     return any(part in roots or _OPTIMIZER_COMPONENT.fullmatch(part) is not None for part in parts)
@@ -227,7 +249,7 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
             architecture is unknown, or if removing a prefix leaves no more known names.
 
     Raises:
-        InputError: `prefix` was given and no tensor has it.
+        InputError: `prefix` was given and no tensor of the model has it.
     """
     optimizer: list[str] = []
     other: list[str] = []
@@ -292,5 +314,5 @@ def split_pattern(name: str) -> tuple[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=1 << 16)
 def pattern_of(name: str) -> str:
-    """Return `name` with every all-digit component replaced by `*`."""
+    """Return `name` with every index replaced by `*`: components of up to 9 digits without a leading zero."""
     return split_pattern(name)[0]

@@ -94,7 +94,7 @@ class Conversion:
         )
 
 
-Columns = list[list[TensorEntry]]
+Columns = list[list[TensorEntry]]  # for each pattern its tensors: those of a module list in order, else one
 
 
 def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | None]) -> Columns:
@@ -102,7 +102,7 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
 
     Args:
         conversion: Conversion to apply.
-        columns: Tensors of each source pattern: several of a module list, else one.
+        columns: Tensors of each source pattern.
         shapes: Expected shape of each target pattern; None if unknown.
 
     Returns:
@@ -110,13 +110,15 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
 
     Raises:
         InputError: The tensors do not match.
-        UnsupportedError: An op is unknown to ckptx, or requires an unknown shape.
+        UnsupportedError: An op is unknown to ckptx, requires an unknown shape, or would split a byte of a packed dtype.
     """
     for op in conversion.ops:
         columns = _apply_op(op, columns, len(conversion.targets), shapes)
     if len(columns) != len(conversion.targets):
-        gave = counted(len(columns), "tensor")
-        raise InternalError(f"{conversion}: gave {gave}; this is a defect of ckptx, please report it")
+        raise InternalError(
+            f"{conversion}: its ops result in {counted(len(columns), 'target')}, required "
+            f"{len(conversion.targets)}; please report this"
+        )
     return columns
 
 

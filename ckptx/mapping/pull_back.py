@@ -1,7 +1,7 @@
-"""Shards of tensors on disk, derived from the shards of the model tensors that are made of them.
+"""Shards of tensors on disk, derived from the shards of the model tensors into which they are converted.
 
-The conversion is run once on tensors without bytes; the resulting chunks show which rectangle of a model tensor is
-which rectangle of a tensor on disk.
+The conversion is applied once to tensors without bytes; the resulting chunks show which region of a model tensor is
+which region of a tensor on disk.
 
     model [E, 2I, H], rows of gate and of up split in two      disk, any expert
     rank 0: [0:E, 0:I/2, :] and [0:E, I:3I/2, :]        ->     gate: [0:I/2, :]    up: [0:I/2, :]
@@ -46,17 +46,21 @@ class _Trace(NamedTuple):
 
     Attributes:
         shapes: Shapes of the model tensors.
-        names: Index of the pattern and position in its module list, for each model tensor.
-        spans: (column, position) of a disk tensor -> positions of its elements in model tensors.
+        targets: (index of the target pattern, index in its module list) of each model tensor.
+        spans: (index of the source pattern, index in its module list) of a disk tensor -> positions of its elements in
+            model tensors.
     """
 
     shapes: tuple[Shape, ...]
-    names: tuple[tuple[int, int], ...]
+    targets: tuple[tuple[int, int], ...]
     spans: dict[tuple[int, int], list[_SourceSpan]]
 
 
 class PullBack:
-    """Mapping from shards of the model to shards on disk, for the tensors of one checkpoint; results are cached."""
+    """Mapping from shards of model tensors back to shards of the disk tensors that they are made of.
+
+    It holds for the tensors of one checkpoint; results are cached.
+    """
 
     def __init__(self, rules: NameRules, shapes: Mapping[str, Shape], blocks_of: BlockFunction) -> None:
         """Look up the destinations of all names.
@@ -81,7 +85,10 @@ class PullBack:
 
         Returns:
             Blocks that tile the tensor, apart from replicas. None if no model tensor is made of it, if its elements do
-            not form rectangles (rows permuted across shards), or if ckptx does not support its conversion.
+            not form rectangular regions (rows permuted across shards), or if ckptx does not support its conversion.
+
+        Raises:
+            InputError: Tensors that are converted together with it are missing or do not match.
         """
         destination = self._destinations[disk_name]
         shape = self._shapes[disk_name]
@@ -99,7 +106,7 @@ class PullBack:
             self._model_blocks(
                 name_in_run(conversion.targets[pattern_index], destination.shared_indices, list_index), shape
             )
-            for (pattern_index, list_index), shape in zip(trace.names, trace.shapes, strict=True)
+            for (pattern_index, list_index), shape in zip(trace.targets, trace.shapes, strict=True)
         ]
         key = (self._ids(trace), destination.pattern_index, destination.list_index, *map(self._ids, model_blocks))
         if key not in self._disk_blocks:
@@ -122,7 +129,10 @@ class PullBack:
         return self._trace_by_run[destination.run_key]
 
     def _cached_trace(self, destination: Destination, members: list[dict[int, str]]) -> _Trace | None:
-        """Return the trace of a run, shared with runs of the same shapes, such as other layers."""
+        """Return the trace of one run of a conversion, see `RunKey`.
+
+        Runs with the same shapes, such as those of other layers, share it.
+        """
         conversion = self._rules.conversions[destination.conversion]
         check_complete(conversion, destination.shared_indices, members)
         columns = [[self._shapes[column[list_index]] for list_index in sorted(column)] for column in members]
@@ -138,7 +148,7 @@ class PullBack:
 def _trace_conversion(
     conversion: Conversion, columns: list[list[Shape]], expected_shapes: Sequence[Shape | None]
 ) -> _Trace | None:
-    """Run a conversion on byte tensors whose "file" identifies them; return None if it is unsupported."""
+    """Apply a conversion to byte tensors whose "file" identifies them; return None if it is unsupported."""
     entries = [
         [
             TensorEntry(
@@ -156,7 +166,7 @@ def _trace_conversion(
     except UnsupportedError:
         return None
     shapes: list[Shape] = []
-    names: list[tuple[int, int]] = []
+    targets: list[tuple[int, int]] = []
     spans: dict[tuple[int, int], list[_SourceSpan]] = {}
     for pattern_index, entries_of_target in enumerate(results):
         for list_index, entry in enumerate(entries_of_target):
@@ -164,40 +174,40 @@ def _trace_conversion(
                 column_index, _, position = chunk.file.partition("/")
                 spans.setdefault((int(column_index), int(position)), []).append(_SourceSpan(len(shapes), chunk))
             shapes.append(entry.shape)
-            names.append((pattern_index, list_index))
-    return _Trace(tuple(shapes), tuple(names), spans)
+            targets.append((pattern_index, list_index))
+    return _Trace(tuple(shapes), tuple(targets), spans)
 
 
 def _pull_back_blocks(
     shape: Shape, spans: Iterable[_SourceSpan], model_blocks: list[tuple[Block, ...]]
 ) -> tuple[Block, ...] | None:
     """Return the blocks of one disk tensor; None if it has more blocks per rank than the model tensors."""
-    regions_by_holder: dict[tuple[int, bool], list[Region]] = {}
+    regions_by_rank: dict[tuple[int, bool], list[Region]] = {}
     max_blocks: dict[tuple[int, bool], int] = {}
     for target in {span.target for span in spans}:
         for block in model_blocks[target]:
-            holder = block.rank_in_stage, block.is_replica
-            max_blocks[holder] = max_blocks.get(holder, 0) + 1
+            rank = block.rank_in_stage, block.is_replica
+            max_blocks[rank] = max_blocks.get(rank, 0) + 1
     for target, chunk in spans:
         for block in model_blocks[target]:
             overlap = chunk.region.intersect(block.region)
             if overlap is not None:
-                regions_by_holder.setdefault((block.rank_in_stage, block.is_replica), []).extend(
-                    _rectangles(shape, chunk, overlap)
+                regions_by_rank.setdefault((block.rank_in_stage, block.is_replica), []).extend(
+                    _disk_regions(shape, chunk, overlap)
                 )
     blocks = []
-    for holder in sorted(regions_by_holder, key=lambda each: (each[0], each[1])):
-        regions = _merge_adjacent(regions_by_holder[holder])
-        if len(regions) > max_blocks[holder]:
+    for rank in sorted(regions_by_rank, key=lambda each: (each[0], each[1])):  # (rank in stage, is_replica)
+        regions = _merge_adjacent(regions_by_rank[rank])
+        if len(regions) > max_blocks[rank]:
             return None
-        blocks += [Block(holder[0], region, holder[1]) for region in regions]
+        blocks += [Block(rank[0], region, rank[1]) for region in regions]
     return tuple(blocks)
 
 
-def _rectangles(shape: Shape, chunk: Chunk, part: Region) -> Iterator[Region]:
-    """Yield `part` of a chunk as rectangles of the disk tensor, which is row-major and begins at byte 0 of its file.
+def _disk_regions(shape: Shape, chunk: Chunk, part: Region) -> Iterator[Region]:
+    """Yield `part` of a chunk as regions of the disk tensor, which is row-major and begins at byte 0 of its file.
 
-    A dim that steps over rows gives one rectangle for each index.
+    A dim of the chunk whose stride is not that of a dim of the disk tensor is split into one region for each index.
     """
     disk_strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     lengths = chunk.region.sizes
@@ -225,7 +235,7 @@ def _rectangles(shape: Shape, chunk: Chunk, part: Region) -> Iterator[Region]:
 
 
 def _merge_adjacent(regions: list[Region]) -> list[Region]:
-    """Merge adjacent rectangles that differ along one dim."""
+    """Merge adjacent regions that differ along one dim."""
     dims = len(regions[0].sizes)
     previous_count = 0
     while previous_count != len(regions) and len(regions) > 1:

@@ -23,6 +23,9 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
     Example:
         three of shape (4, 2), dim 0 -> (3, 4, 2)
+
+    Raises:
+        InputError: Shapes or dtypes differ.
     """
     first = entries[0]
     for entry in entries:
@@ -44,7 +47,12 @@ def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 
 def unmerge(entry: TensorEntry, dim: int) -> list[TensorEntry]:
-    """Return the slices of a tensor along a dim, without that dim."""
+    """Return the slices of a tensor along a dim, without that dim.
+
+    Raises:
+        InputError: The tensor has no such dim.
+        UnsupportedError: The dtype packs elements into bytes along the dim.
+    """
     _check_dim(entry, dim)
     return [
         _map_chunks(part, _without_dim(part.shape, dim), lambda chunk: _drop_dim(chunk, dim, entry.dtype))
@@ -63,7 +71,11 @@ def _drop_dim(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
 
 
 def concat(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
-    """Concatenate tensors along a dim."""
+    """Concatenate tensors along a dim.
+
+    Raises:
+        InputError: A tensor has no such dim, or the other dims or dtypes differ.
+    """
     first = entries[0]
     for entry in entries:
         _check_dim(entry, dim)
@@ -94,18 +106,19 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     """Split a tensor along a dim.
 
     Raises:
-        InputError: The sizes do not add up to the dim.
+        InputError: The tensor has no such dim, or the sizes do not add up to it.
+        UnsupportedError: A part begins or ends inside a byte.
     """
     _check_dim(entry, dim)
     if sum(sizes) != entry.shape[dim]:
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into parts of {_summarize(sizes)} along '
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into {_describe_parts(sizes)} along '
             f"dim {dim}; use the config that belongs to this checkpoint"
         )
     edges = list(accumulate(sizes, initial=0))
     parts: list[list[Chunk]] = [[] for _ in sizes]
-    copies: list[list[Chunk]] = [[] for _ in sizes]
-    for chunks, destination in ((entry.chunks, parts), (entry.replicas, copies)):
+    replicas: list[list[Chunk]] = [[] for _ in sizes]
+    for chunks, destination in ((entry.chunks, parts), (entry.replicas, replicas)):
         for chunk in chunks:
             offsets, lengths = chunk.region
             first, stop = offsets[dim], offsets[dim] + lengths[dim]
@@ -118,8 +131,8 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
                 index += 1
     shapes = [(*entry.shape[:dim], size, *entry.shape[dim + 1 :]) for size in sizes]
     return [
-        TensorEntry(entry.name, entry.dtype, shape, tuple(part), tuple(copy))
-        for shape, part, copy in zip(shapes, parts, copies, strict=True)
+        TensorEntry(entry.name, entry.dtype, shape, tuple(part), tuple(part_replicas))
+        for shape, part, part_replicas in zip(shapes, parts, replicas, strict=True)
     ]
 
 
@@ -127,7 +140,8 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
     """Exchange two dims.
 
     Raises:
-        UnsupportedError: The dtype packs two elements into a byte along one of them.
+        InputError: The tensor has no such dim.
+        UnsupportedError: The dtype packs elements into bytes along one of them.
     """
     _check_dim(entry, max(a, b))
     order = list(range(len(entry.shape)))
@@ -152,7 +166,12 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
 
 
 def interleave(entry: TensorEntry, dim: int, inverse: bool) -> TensorEntry:
-    """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `inverse`, apply the inverse."""
+    """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `inverse`, apply the inverse.
+
+    Raises:
+        InputError: The tensor has no such dim, or its size is odd.
+        UnsupportedError: The dtype packs elements into bytes along the dim.
+    """
     _check_dim(entry, dim)
     size = entry.shape[dim]
     if size % 2:
@@ -168,6 +187,7 @@ def permute_rope(entry: TensorEntry, heads: int, inverse: bool) -> TensorEntry:
 
     Raises:
         InputError: The rows do not divide into that many heads of pairs.
+        UnsupportedError: The tensor has one dim, and its dtype packs elements into bytes.
     """
     rows = entry.shape[0] if entry.shape else 0
     if heads < 1 or rows % (2 * heads):
@@ -186,9 +206,15 @@ def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
 
     Example:
         a=2, b=3: x0 x1 x2 y0 y1 y2 -> x0 y0 x1 y1 x2 y2
+
+    Raises:
+        UnsupportedError: The dtype packs elements into bytes along the dim.
     """
     if entry.dtype.bits % 8 and dim == len(entry.shape) - 1:
-        raise UnsupportedError(f'tensor "{entry.name}": {entry.dtype} elements share bytes along dim {dim}')
+        raise UnsupportedError(
+            f'tensor "{entry.name}": {entry.dtype} elements share bytes along dim {dim} and cannot be reordered; '
+            "keep its current names"
+        )
     if not prod(entry.shape):
         return entry
     return entry._replace(
@@ -284,7 +310,7 @@ def _strides(chunk: Chunk, dtype: DType) -> Shape:
 
 
 def _torch_elements(counts: Shape, dtype: DType) -> Shape:
-    """Return the number of torch elements along each dim."""
+    """Convert sizes or offsets from elements to torch elements, each of which packs several along the last dim."""
     return (*counts[:-1], counts[-1] // dtype.pack) if counts and dtype.pack > 1 else counts
 
 
@@ -318,7 +344,7 @@ def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
 
 def _require_located(chunk: Chunk, name: str) -> Chunk:
     if chunk.is_archive:
-        raise InternalError(f'tensor "{name}": rewritten before its payload was located; please report this')
+        raise InternalError(f'tensor "{name}": was rewritten before its payload was located; please report this')
     return chunk
 
 
@@ -326,8 +352,10 @@ def _without_dim(shape: Shape, dim: int) -> Shape:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _summarize(sizes: Sequence[int]) -> str:
-    return str(list(sizes)) if len(sizes) <= 8 else f"{counted(len(sizes), 'size')}, {sum(sizes)} in all,"
+def _describe_parts(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 8:
+        return f"parts of {list(sizes)}"
+    return f"{counted(len(sizes), 'part')} with a total size of {sum(sizes)}"
 
 
 def _check_dim(entry: TensorEntry, dim: int) -> None:

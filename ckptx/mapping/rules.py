@@ -31,7 +31,7 @@ ShapeLookup = Callable[[str], "Shape | None"]
 
 
 class RenamedTensors(NamedTuple):
-    """Tensors under other names.
+    """Tensors under the names of another naming; conversions may have combined or split them.
 
     Attributes:
         tensors: Tensors by new name, in the order of their first sources.
@@ -54,7 +54,10 @@ class RenamedTensors(NamedTuple):
         return cls(dict(tensors), {name: (name,) for name in tensors}, [], [])
 
     def then(self, second: RenamedTensors) -> RenamedTensors:
-        """Return the composition of this renaming and a second one, which was applied to its tensors."""
+        """Return the composition of this renaming and a second one, which was applied to its tensors.
+
+        `unknown` has the names that the second renaming does not know.
+        """
         sources = {
             name: tuple(dict.fromkeys(old for each in names for old in self.sources[each]))
             for name, names in second.sources.items()
@@ -75,7 +78,8 @@ class _PatternEntry(NamedTuple):
         conversion: Index of the conversion; None if there is none.
         pattern_index: Index of the pattern among the sources, see `Destination`.
         in_list: True if the last index is a position in a module list.
-        model_name_edit: Text to prepend and number of characters to remove to get a model name; None if it is not one.
+        model_name_edit: Text to prepend, and number of characters to remove at the beginning before, to get a model
+            name; None if the name is not one.
     """
 
     conversion: int | None
@@ -155,7 +159,7 @@ class NameRules:
         return self._resolve_names(names).destinations
 
     def are_model_names(self, names: Iterable[str]) -> bool:
-        """Return True if all of these names may be model names."""
+        """Return True if no conversion applies to these names: each is a model name, or unknown."""
         return not any(isinstance(destination, Destination) for destination in self.destinations(names).values())
 
     def _resolve_names(self, names: Iterable[str]) -> ResolvedNames:
@@ -181,7 +185,7 @@ class NameRules:
             destinations,
             self.conversions,
             lambda weight: (
-                destinations.get(weight) or next((it for it in self._look_up(weight) if it is not None), None)
+                destinations.get(weight) or next((each for each in self._look_up(weight) if each is not None), None)
             ),
             lambda destination: target_name_at(self.conversions, destination),
         )
@@ -318,27 +322,31 @@ class NameRules:
             InputError: See `to_model`.
             UnsupportedError: See `to_model`.
         """
-        names: dict[Destination, str] = {}
+        disk_name_by_destination: dict[Destination, str] = {}
         renames: dict[str, str] = {}
         for name, destination in self.destinations(disk_names or ()).items():
             if isinstance(destination, Destination):
-                names[destination] = name
+                disk_name_by_destination[destination] = name
             elif destination is not None:
                 renames[destination] = name
-        runs = {destination.run_key for destination in names}
-        sources = {name: renames.get(name) or self._disk_destination(name, runs) for name in tensors}
+        runs = {destination.run_key for destination in disk_name_by_destination}
+        initial_destinations = {name: renames.get(name) or self._disk_destination(name, runs) for name in tensors}
         renamed_patterns = set(map(pattern_of, renames))
         resolved = add_scale_destinations(
-            sources,
+            initial_destinations,
             self._inverse_conversions,
-            lambda weight: sources.get(weight) or renames.get(weight) or self._disk_destination(weight, runs),
-            lambda destination: names.get(destination) or target_name_at(self._inverse_conversions, destination),
+            lambda weight: (
+                initial_destinations.get(weight) or renames.get(weight) or self._disk_destination(weight, runs)
+            ),
+            lambda destination: (
+                disk_name_by_destination.get(destination) or target_name_at(self._inverse_conversions, destination)
+            ),
             lambda weight: (
                 pattern_of(weight) in renamed_patterns or self._target_index.may_match(weight) or self._is_known(weight)
             ),
         )
         destinations, unconverted = self._keep_unconvertible(resolved, self._inverse_conversions)
-        return _Converter(tensors, self._inverse_conversions, lambda name: None, names).convert_all(
+        return _Converter(tensors, self._inverse_conversions, lambda name: None, disk_name_by_destination).convert_all(
             destinations, unconverted
         )
 
@@ -442,8 +450,7 @@ class _Converter:
                 if shape is not None and conversion.ops and entry.shape != shape:
                     raise InputError(
                         f'tensor "{name}": made of {_describe_names(sources)} it has shape {list(entry.shape)}, '
-                        "expected "
-                        f"{list(shape)}; some are missing, or the config belongs to another model"
+                        f"expected {list(shape)}; some are missing, or the config belongs to another model"
                     )
                 self._add(name, entry, sources)
 
@@ -477,14 +484,14 @@ def group_by_run(
             columns = runs[destination.run_key] = [{} for _ in conversions[destination.conversion].sources]
         other = columns[destination.pattern_index].setdefault(destination.list_index, name)
         if other != name:
-            raise InputError(f'tensors "{other}" and "{name}": two namings of one tensor; remove one of them')
+            raise InputError(f'tensors "{other}" and "{name}": are two names of one tensor; remove one of them')
     return runs
 
 
 def check_complete(
     conversion: Conversion, shared_indices: tuple[int, ...], names_by_pattern: Sequence[Mapping[int, str]]
 ) -> None:
-    """Refuse a run with a missing tensor.
+    """Refuse a run with a missing tensor. The highest position determines the length of a module list.
 
     Raises:
         InputError: A tensor is missing; the message names the first.
@@ -498,8 +505,7 @@ def check_complete(
         raise InputError(
             f'tensor "{name_in_run(pattern, shared_indices, list_index)}": missing, but required for '
             f'"{name_in_run(conversion.targets[0], shared_indices, 0)}" together with "{present}"; the checkpoint is '
-            "incomplete, "
-            "download it again"
+            "incomplete, download it again"
         )
 
 

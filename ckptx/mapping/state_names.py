@@ -16,7 +16,7 @@ class StateName:
 
     Attributes:
         name: Stored name, exactly as in the checkpoint.
-        parameter: Name in the view of the parameter it belongs to.
+        parameter: Name of its parameter in the view.
         prefix: Text before the name of the parameter.
         name_in_state: Name of the parameter as it occurs in `name`.
         suffix: Text after the name of the parameter.
@@ -58,7 +58,10 @@ class ParameterIndex:
         return cls(names)
 
     def find(self, name: str) -> StateName | None:
-        """Return the state with this name, by the longest parameter name in it; None if it contains none."""
+        """Return the state with this name, by the longest parameter name after its first component.
+
+        None if there is no parameter name after it.
+        """
         parts = name.split(".")
         known = self._known_spans.get(pattern_of(name))
         if known is not None:

@@ -23,7 +23,7 @@ TWO = (("model.", "ema."), ("", "ema."), ("state.model.", "state.ema."), ("actor
 def names_of(known: Architecture) -> list[str]:
     """The names of a model of the class with two of everything, as the model itself calls them."""
     found: list[str] = []
-    for pattern in sorted(known.model_names):
+    for pattern in sorted(known.model_name_patterns):
         if "**" not in pattern:
             found += _filled(pattern.split("."))
     return list(dict.fromkeys(found))
@@ -44,7 +44,7 @@ def test_the_names_of_one_model_are_those_of_one_model(chunk: int) -> None:
     """Towers, encoders and decoders, heads and base models are no second model, whatever the class."""
     for class_name in CLASSES[chunk::8]:
         known = lookup(class_name)
-        if known is None or not known.model_names:
+        if known is None or not known.model_name_patterns:
             continue
         names = names_of(known)
         for prefix in ONE:
@@ -58,7 +58,7 @@ def test_the_names_of_one_model_are_those_of_one_model(chunk: int) -> None:
 def test_the_names_of_two_models_are_those_of_two(chunk: int) -> None:
     for class_name in CLASSES[chunk::8]:
         known = lookup(class_name)
-        if known is None or not known.model_names:
+        if known is None or not known.model_name_patterns:
             continue
         names = names_of(known)
         for prefixes in TWO:
@@ -76,11 +76,11 @@ def test_the_names_of_two_models_are_those_of_two(chunk: int) -> None:
 def test_no_class_has_two_names_for_one_tensor(chunk: int) -> None:
     for class_name in CLASSES[chunk::8]:
         known = lookup(class_name)
-        if known is None or not known.model_names:
+        if known is None or not known.model_name_patterns:
             continue
         config = {"architectures": [class_name], "model_type": known.model_type}
         try:
-            rules = NameRules(known.conversions(config), known.base_prefix, known.model_names)
+            rules = NameRules(known.conversions(config), known.base_prefix, known.model_name_patterns)
         except CkptxError:
             continue
         assert find_duplicate_names(rules, names_of(known)) == {}, class_name

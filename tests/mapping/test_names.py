@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.errors import InputError
-from ckptx.mapping.names import WRAPPERS, assign_roles, is_optimizer, is_trainer_state, pattern_of, strip_wrappers
+from ckptx.mapping.models import KnownNames
+from ckptx.mapping.names import (
+    WRAPPERS,
+    assign_roles,
+    is_optimizer,
+    is_state_prefix,
+    is_trainer_state,
+    pattern_of,
+    strip_wrappers,
+)
 
 PATTERNS = frozenset({"model.embed.weight", "model.layers.*.w", "model.norm.weight", "lm_head.weight"})
 MODEL = ["model.embed.weight", "model.layers.0.w", "model.layers.1.w", "model.norm.weight", "lm_head.weight"]
@@ -144,3 +153,37 @@ def test_numbers_in_names_are_one_pattern() -> None:
     assert pattern_of("model.layers.31.mlp.4.w0") == "model.layers.*.mlp.*.w0"
     assert pattern_of("0.a.1") == "*.a.*"
     assert pattern_of("w1.1x") == "w1.1x"
+
+
+OPTIMIZER = [
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "optimizer", "optimizers",
+    "optim", "optimizer_state_dict", "optimizer_states",
+]  # fmt: skip
+TRAINER = [
+    "train_state", "lr_scheduler", "lr_schedulers", "scheduler", "sched", "dataloader", "rng", "rng_state",
+    "rng_states", "loops", "callbacks", "step", "epoch", "iteration", "trainer", "scaler", "ema_optimizer",
+]  # fmt: skip
+GRADIENTS = ["grad", "grads", "gradients", "main_grad"]
+
+
+@pytest.mark.parametrize("container", ["", "state.", "app.", "checkpoint.", "training."])
+@pytest.mark.parametrize("root", [*OPTIMIZER, *TRAINER, *GRADIENTS, "model", "XX", "layers"])
+def test_roots_of_state_are_known_alone_and_in_containers(root: str, container: str) -> None:
+    for name in (f"{container}{root}", f"{container}{root}.model.norm.weight"):
+        assert is_optimizer(name) is (root in OPTIMIZER)
+        assert is_trainer_state(name) is (root in TRAINER)
+    assert is_state_prefix(f"a.{root}.b") is (root in OPTIMIZER + TRAINER + GRADIENTS)
+    assert not is_optimizer(f"other.{root}.x") and not is_trainer_state(f"other.{root}.x")
+    assert not is_optimizer(f"{root.upper()}.x") and not is_trainer_state(f"{root.upper()}.x")
+
+
+def test_an_architecture_knows_nothing_but_its_patterns_by_default() -> None:
+    known = KnownNames(frozenset({"a.*.weight"}))
+    assert (known.base_prefix, known.optional_patterns, known.layer_counts) == ("", frozenset(), {})
+
+
+def test_what_was_asked_is_no_part_of_an_architecture() -> None:
+    asked, other = (KnownNames(frozenset({"a.*.weight", "b.LayerNorm.weight"})) for _ in range(2))
+    assert asked.known_name("a.3.weight") == "a.3.weight" and asked.known_name("a.weight") is None
+    assert asked.known_name("b.LayerNorm.gamma") == "b.LayerNorm.weight"
+    assert asked == other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,22 @@ def test_what_may_be_stored_transposed_is_told_by_its_shape(tmp_path: Path) -> N
     assert convert(conversion.inverse, [[turned]], [None]) == [[turned]]
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (5, 6), (3, 4, 4), (4, 4, 6), (4, 3, 4)])
+@pytest.mark.parametrize("dims", [(0, 1), (0, -1), (1, -1)])
+def test_a_tensor_of_the_expected_shape_stays_though_its_transpose_has_it_too(
+    shape: tuple[int, ...], dims: tuple[int, int], tmp_path: Path
+) -> None:
+    first, second = (dim % len(shape) for dim in dims)
+    conversion = Conversion((ONE,), (ONE,), (Op("transpose", first, second, (1,)),))
+    tensor = numbers(*shape)
+    entry = store(tmp_path, "x", tensor)
+    assert convert(conversion, [[entry]], [shape]) == [[entry]]
+    swapped = tuple(tensor.transpose(first, second).shape)
+    if swapped != shape:
+        ((turned,),) = convert(conversion, [[entry]], [swapped])
+        assert torch.equal(bits(read(tmp_path, turned)), bits(tensor.transpose(first, second)))
+
+
 def test_checksums_travel_with_permuted_rows(tmp_path: Path) -> None:
     tensor = numbers(24, 5)
     entry = permute_rope(store(tmp_path, "x", tensor, "rows"), 4, inverse=False)
@@ -201,6 +218,23 @@ def test_pairs_that_share_a_byte_are_not_parted() -> None:
         transpose(entry, 0, 1)
     with pytest.raises(UnsupportedError, match="share bytes"):
         regroup(entry, 1, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "U8"])
+def test_a_part_that_begins_or_ends_inside_a_byte_is_refused(dtype: str) -> None:
+    """Every part of a row; elements of six bits may share bytes with any of their neighbors."""
+    entry = entry_of((3, 8), dtype)
+    chunk = entry.chunks[0]
+    for begin, end in combinations(range(9), 2):
+        for row, rows in ((0, 3), (1, 1)):
+            part = Region((row, begin), (rows, end - begin))
+            is_refused = {"F4": begin % 2 == 1 or end % 2 == 1, "F6_E2M3": part != chunk.region, "U8": False}[dtype]
+            if is_refused:
+                with pytest.raises(UnsupportedError, match="share bytes"):
+                    slice_chunk(chunk, part, entry)
+            else:
+                found = slice_chunk(chunk, part, entry)
+                assert (found.region, found.offset) == (part, (row * 8 + begin) * entry.dtype.bits // 8)
 
 
 def test_an_archive_that_was_not_opened_is_no_place_of_elements() -> None:

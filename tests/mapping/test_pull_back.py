@@ -10,7 +10,7 @@ import torch
 from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, find_coverage_fault, full_region
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.mapping.name_index import fill_pattern
 from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.pull_back import PullBack
@@ -88,7 +88,7 @@ def test_ranks_hold_on_disk_what_they_hold_in_the_model(case: str, place: str, m
     made = run_by_loader(conversion, ops, [[disk[name] for name in names] for names in sources])
     model = {name: made[i][0] for i, name in enumerate(conversion.targets)}
     cuts = {
-        name: shard_tensor(tuple(tensor.shape), PLACES[place](tuple(tensor.shape)), mesh, True)
+        name: blocks_of_stage(tuple(tensor.shape), PLACES[place](tuple(tensor.shape)), mesh, True)
         for name, tensor in model.items()
     }
     pull = PullBack(
@@ -109,7 +109,9 @@ def test_ranks_hold_on_disk_what_they_hold_in_the_model(case: str, place: str, m
 
 
 def blocks_of(conversion: Conversion, shapes: dict[str, Shape], place: Place, mesh: ParallelDims) -> dict[str, object]:
-    pull = PullBack(NameRules([conversion]), shapes, lambda name, shape: shard_tensor(shape, place(shape), mesh, False))
+    pull = PullBack(
+        NameRules([conversion]), shapes, lambda name, shape: blocks_of_stage(shape, place(shape), mesh, False)
+    )
     return {name: pull.blocks(name) for name in shapes}
 
 
@@ -157,6 +159,40 @@ def test_rotary_rows_are_cut_between_heads_and_not_inside() -> None:
         assert found["x"] == expected
 
 
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "op", [Op("interleave"), Op("interleave", args=(1,)), Op("permute_rope", args=(2, 0))], ids=str
+)
+def test_reordered_rows_have_an_answer_only_with_as_many_rectangles_as_in_the_model(op: Op, tp: int) -> None:
+    """One rectangle more than the rank has in the model is one too many."""
+    conversion = Conversion(("x",), ("y",), (op,))
+    for count in range(4, 28, 4):
+        disk_rows = torch.arange(count)
+        if op.kind == "interleave":
+            model_rows = disk_rows.reshape((2, -1) if op.args else (-1, 2)).T.flatten()
+        else:
+            model_rows = disk_rows.reshape(2, -1, 2).transpose(1, 2).flatten()
+        for groups in ((count,), (count // 2, count // 2)):
+            cut = blocks_of_stage((count, 5), Placement(0, groups), ParallelDims(tp=tp), False)
+            held: dict[int, list[int]] = {}
+            for block in cut:
+                begin, size = block.region.offsets[0], block.region.sizes[0]
+                held.setdefault(block.rank_in_stage, []).extend(model_rows[begin : begin + size].tolist())
+            expected = []
+            for rank, indices in held.items():
+                starts = [row for row in sorted(indices) if row - 1 not in indices]
+                ends = [row + 1 for row in sorted(indices) if row + 1 not in indices]
+                expected.append([rows(rank, begin, end - begin) for begin, end in zip(starts, ends, strict=True)])
+            is_found = all(
+                len(blocks) <= sum(block.rank_in_stage == rank for block in cut)
+                for rank, blocks in zip(held, expected, strict=True)
+            )
+            found = blocks_of(
+                conversion, {"x": (count, 5)}, lambda shape, g=groups: Placement(0, g), ParallelDims(tp=tp)
+            )
+            assert found["x"] == (tuple(block for blocks in expected for block in blocks) if is_found else None)
+
+
 def test_an_unsupported_conversion_and_an_unknown_name_have_no_answer() -> None:
     odd = Conversion(("x",), ("y",), (Op("unsupported:Conv3dToLinear"),))
     found = blocks_of(odd, {"x": (4, 2), "other": (3,)}, lambda shape: None, ParallelDims(tp=2))
@@ -197,6 +233,6 @@ def test_what_may_be_stored_transposed_is_cut_as_its_shape_says() -> None:
         pull = PullBack(
             NameRules([conversion], shape_of=shape_of),
             {"x": (8, 5)},
-            lambda name, shape: shard_tensor(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False),
+            lambda name, shape: blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False),
         )
         assert pull.blocks("x") == expected

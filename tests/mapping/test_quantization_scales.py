@@ -16,6 +16,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.mapping.destinations import add_scale_destinations
+from ckptx.mapping.ops import Conversion, Op
 from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
 
@@ -149,7 +150,7 @@ def rules_of(recipe: Recipe, kind: Kind) -> NameRules:
         config["quantization_config"] = kind.config
     architecture = find_architecture(config)
     conversions = add_scale_conversions(architecture.conversions(config), config)
-    return NameRules(conversions, architecture.base_prefix, architecture.model_names)
+    return NameRules(conversions, architecture.base_prefix, architecture.model_name_patterns)
 
 
 def modules_of(recipe: Recipe, count: int, prefix: str = "model.") -> dict[str, Shape]:
@@ -229,6 +230,26 @@ def test_scales_of_blocks_are_fused_as_their_weights_are(recipe_name: str, count
             (offsets[0], offsets[1] // BLOCK, offsets[2] // BLOCK): f"{file}_scale_inv"
             for (offsets, _), file, *_ in renamed.tensors[name].chunks
         }
+
+
+OPS_FOR_BLOCKS = [
+    Op("merge"), Op("merge", 1), Op("unmerge"), Op("concat"), Op("concat", 1), Op("chunk"), Op("chunk", args=(3,)),
+    Op("same"), Op("transpose", 0, 1),
+]  # fmt: skip
+OTHER_OPS = [
+    Op("concat", args=(8, 4)), Op("split", args=(8, 4)), Op("split"), Op("transpose", 0, 1, (1,)), Op("interleave"),
+    Op("interleave", args=(1,)), Op("permute_rope", args=(2, 0)), Op("unsupported:Conv3dToLinear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [*OPS_FOR_BLOCKS, *OTHER_OPS], ids=str)
+@pytest.mark.parametrize("others", [(), (Op("merge"),)], ids=["alone", "after merge"])
+def test_scales_go_only_through_ops_that_mean_the_same_for_blocks(op: Op, others: tuple[Op, ...]) -> None:
+    """Sizes count elements of weights, not blocks, and a shape or a head of the weights is none of the scales."""
+    conversion = Conversion(("a.*.weight",), ("b.weight",), (*others, op))
+    scales = Conversion(("a.*.weight_scale_inv",), ("b.weight_scale_inv",), conversion.ops)
+    found = add_scale_conversions([conversion], {"quantization_config": FP8})
+    assert found == ((conversion, scales) if op in OPS_FOR_BLOCKS else (conversion,))
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.config and not kind.is_fused])

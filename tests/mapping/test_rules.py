@@ -29,7 +29,7 @@ def rules_of(model: Any, saved: Path, **settings: Any) -> NameRules:
     config, _ = type(model).config_class.get_config_dict(saved)  # reads infinities, which plain JSON lacks
     known = find_architecture(config)
     assert known is not None and known.known_from == "table"
-    return NameRules(known.conversions(config), known.base_prefix, known.model_names, **settings)
+    return NameRules(known.conversions(config), known.base_prefix, known.model_name_patterns, **settings)
 
 
 def wanted_by(model: Any, tensors: Any) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_two_spellings_of_one_tensor_are_refused() -> None:
     with pytest.raises(InputError, match=r'"norm.weight" and "model.norm.weight".*remove one'):
         moe().to_model(entries("norm.weight", "model.norm.weight"))
     twice = {**experts(), **entries("layers.0.mlp.experts.1.gate_proj.weight")}
-    with pytest.raises(InputError, match="two namings of one tensor"):
+    with pytest.raises(InputError, match="are two names of one tensor"):
         moe().to_model(twice)
     both = {**experts(), **entries("model.layers.0.mlp.experts.gate_up_proj", shape=(3, 8, 6))}
     with pytest.raises(InputError, match=r'both are "model.layers.0.mlp.experts.gate_up_proj"'):
