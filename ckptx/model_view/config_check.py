@@ -8,44 +8,60 @@ all modules pass through with a note.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, product
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
-from ckptx.architecture.overrides import FROM_SUFFIX_TABLE
 from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
+from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import CkptxError, InputError, ReadError
+from ckptx.formats.hf.hf_metadata import name_config_in_errors
 from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.name_index import fill_pattern, indices_of
-from ckptx.mapping.names import pattern_of, split_pattern
+from ckptx.mapping.names import pattern_of, replace_legacy_leaf, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules
-from ckptx.model_view.config_match import NO_TENSOR, ConfigMatch, Mismatch
+from ckptx.model_view.config_match import MISSING_LAYER, MISSING_TENSOR, MUST_BE_ABSENT, ConfigMatch, Mismatch
+from ckptx.model_view.padded_vocabulary import find_padded_vocabulary
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 from ckptx.untrusted.limits import INDEX_IN_NAME
 from ckptx.wording import counted
 
 _U8 = DTYPES_BY_NAME["U8"]
-_LEGACY_LAYER_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
 _MAX_LISTED = 1000  # missing tensors in a report
 
 
 def match_config(view: ModelView) -> ConfigMatch:
     """Compare the tensors of a model with its config; no tensor data is read.
 
+    Returns:
+        The match; its `checked` is "nothing" without a config, or if the class is unknown.
+
     Raises:
         InputError: The config has an invalid number.
+        UnsupportedError: The names are those of a trainer, and ckptx lacks a conversion to disk names.
     """
+    match = _match_tensors(view)
+    if not match.mismatches or view.config is None:
+        return match
+    vocabulary = find_padded_vocabulary(
+        match, view.config, lambda config: _match_tensors(replace(view, config=config, _rules=[]))
+    )
+    return match if vocabulary is None else replace(match, padded_vocabulary=vocabulary)
+
+
+def _match_tensors(view: ModelView) -> ConfigMatch:
+    """Compare the tensors of a model with its config, without looking for the cause of mismatches."""
     architecture, config = view.disk_architecture, view.config
     if architecture is None or config is None or architecture.known_from == FROM_SUFFIX_TABLE:
         return ConfigMatch("nothing")
@@ -60,10 +76,7 @@ def match_config(view: ModelView) -> ConfigMatch:
         if view.trainer_conversions:
             tensors = trainer_rules(view.trainer_conversions).to_model(_without_archives(tensors)).tensors
         matcher = _ConfigMatcher(architecture, config, rules, expected, extras)
-        current_names = {
-            name: _LEGACY_LAYER_NORM.sub(_current_layer_norm_name, name) for name in tensors if "LayerNorm." in name
-        }
-        return matcher.match({current_names.get(name, name): entry for name, entry in tensors.items()})
+        return matcher.match({replace_legacy_leaf(name): entry for name, entry in tensors.items()})
     except InputError as error:
         return ConfigMatch("names and shapes", (Mismatch(str(view.catalog.root), str(error), "tensors of one model"),))
 
@@ -77,29 +90,32 @@ def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEnt
 
 
 def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any] | None:
-    """Check a checkpoint against its config without failing, and add mismatches and extra tensors to `notes`.
+    """Check a checkpoint against its config, and add mismatches, extra tensors and errors to `notes`.
 
     Returns:
-        The `config_check` entry of the report; None for a checkpoint without a config or of an unknown class.
+        The `config_check` entry of the report; None for a checkpoint without a config or of an unknown class, or if the
+        check failed with an error that is in `notes`.
+
+    Raises:
+        ReadError: The storage failed.
     """
     if view.disk_architecture is None or view.config is None:
         return None
+    is_own_config = view.config is view.catalog.config
     try:
-        match = match_config(view)
+        with name_config_in_errors(view.catalog) if is_own_config else nullcontext():
+            match = match_config(view)
     except ReadError:
         raise
     except CkptxError as error:
         notes.append(str(error))
         return None
     root = view.catalog.root
-    notes += [f"{root}: {note}" for note in match.extra_notes(view.disk_architecture.class_name)]
+    class_name = view.disk_architecture.class_name
+    notes += [f"{root}: {note}" for note in match.extra_notes(class_name, are_written=False)]
     if match.mismatches:
         notes.append(match.summary(str(root)))
     return match.to_dict()
-
-
-def _current_layer_norm_name(match: re.Match[str]) -> str:
-    return "LayerNorm.weight" if match[1] == "gamma" else "LayerNorm.bias"
 
 
 def _match_layers(
@@ -111,11 +127,13 @@ def _match_layers(
     layers_by_stack = {stack: layers for stack in stacks if (layers := _layer_indices(stack.path, view.tensors))}
     counts = {stack.path: stack.count for stack in layers_by_stack}
     surplus_layers = {name: layer for name in view.tensors if (layer := find_surplus_layer(name, counts)) is not None}
-    mismatches += _foreign_tensors(extras, surplus_layers, architecture.class_name)
+    mismatches += _unexpected_tensors(extras, surplus_layers, architecture.class_name)
     mismatches += _surplus_mismatches(surplus_layers, counts, config, extras)
     missing = list(
         islice(
-            _missing_layers({s.path: _LayerList.of(s.count, layers) for s, layers in layers_by_stack.items()}),
+            _missing_layers(
+                {s.path: _LayerList.from_indices(s.count, layers) for s, layers in layers_by_stack.items()}
+            ),
             _MAX_LISTED + 1,
         )
     )
@@ -125,13 +143,14 @@ def _match_layers(
     )
 
 
-def _foreign_tensors(
+def _unexpected_tensors(
     extras: Mapping[str, ExtraTensor], surplus_layers: Mapping[str, SurplusLayer], class_name: str
 ) -> Iterator[Mismatch]:
     """Yield the tensors in modules of the class that neither the class nor any rule for extra tensors knows."""
     for name, extra in extras.items():
         if not extra.reason and name not in surplus_layers:
-            yield Mismatch(name, f"is in {extra.module}, where {class_name} has no such tensor", NO_TENSOR)
+            place = f"is in {extra.module}, where" if extra.module else "is stored in place of the output head, but"
+            yield Mismatch(name, f"{place} {class_name} has no such tensor", MUST_BE_ABSENT)
 
 
 def _surplus_mismatches(
@@ -154,7 +173,7 @@ def _layer_indices(path: str, names: Iterable[str]) -> set[int]:
 
 
 def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Mismatch]:
-    """Return embeddings with fewer rows than vocab_size; these are the names that can be tied."""
+    """Return the embeddings and output heads, which are the names that can be tied, with fewer rows than vocab_size."""
     nested = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
     vocab_size = min((size for size in sizes if isinstance(size, int)), default=0)
@@ -179,7 +198,8 @@ class _LayerList(NamedTuple):
     present_layers: list[int]
 
     @classmethod
-    def of(cls, layer_count: int, indices: set[int]) -> _LayerList:
+    def from_indices(cls, layer_count: int, indices: set[int]) -> _LayerList:
+        """Create the list; an index that is not below `layer_count` is ignored."""
         return cls(layer_count, sorted(index for index in indices if index < layer_count))
 
 
@@ -189,7 +209,7 @@ def _missing_layers(lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
         for index in range(layers.layer_count):
             if index not in present:
                 yield Mismatch(
-                    f"{path}.{index}", "nothing", f"one of {counted(layers.layer_count, 'layer')} by config.json"
+                    f"{path}.{index}", MISSING_LAYER, f"one of {counted(layers.layer_count, 'layer')} by config.json"
                 )
 
 
@@ -227,7 +247,7 @@ class _ConfigMatcher:
         _shape_matches: Cached results of `_match_shape`.
         _disk_shapes: Cached results of `_derive_shapes`.
         _unknown_modules: Modules with tensors that the model does not have, such as quantized ones.
-        _unchecked: Number of tensors whose shape was not checked.
+        _unchecked: Number of tensors whose shape was not checked so far.
         _tensor_count: Number of tensors in the checkpoint.
     """
 
@@ -246,7 +266,7 @@ class _ConfigMatcher:
     _tensor_count: int = 0
 
     def match(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
-        """Return all mismatches, shapes first."""
+        """Return the result of the check."""
         self._tensor_count = len(tensors)
         destinations = self.rules.destinations(tensors)
         for name, destination in destinations.items():
@@ -258,10 +278,9 @@ class _ConfigMatcher:
             if (mismatch := self._check(name, destination, tensors[name]))
         ]
         surplus_layers = self._surplus_layers(destinations)
-        mismatches = [
-            each for each in mismatches if each.name not in surplus_layers
-        ]  # surplus layers are reported once per layer below
-        mismatches += _foreign_tensors(self.extras.by_name, surplus_layers, self.architecture.class_name)
+        # Surplus layers are reported once per layer below.
+        mismatches = [each for each in mismatches if each.name not in surplus_layers]
+        mismatches += _unexpected_tensors(self.extras.by_name, surplus_layers, self.architecture.class_name)
         mismatches += _surplus_mismatches(surplus_layers, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
@@ -320,7 +339,7 @@ class _ConfigMatcher:
         keys = ", ".join(dict.fromkeys(self.expected.absent_patterns[pattern] for pattern in patterns))
         class_name = self.architecture.class_name
         return Mismatch(
-            name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", NO_TENSOR
+            name, f"is not a tensor of {class_name} with this config.json (it depends on {keys})", MUST_BE_ABSENT
         )
 
     def _start_run(self, conversion: Conversion, shared_indices: tuple[int, ...]) -> _ConversionRun:
@@ -342,17 +361,24 @@ class _ConfigMatcher:
             name = fill_pattern(target, shared_indices)
             self._present_indices.setdefault(pattern_of(name), set()).add(indices_of(name))
         else:  # one tensor on disk holds a whole list of modules
-            self._complete_lists.add(
-                (
-                    pattern_of(name_in_run(target, shared_indices, 0)),
-                    indices_of(name_in_run(target, shared_indices, 0))[:-1],
-                )
-            )
+            first_name = name_in_run(target, shared_indices, 0)
+            self._complete_lists.add((pattern_of(first_name), indices_of(first_name)[:-1]))
 
     def _check_shape(
-        self, name: str, entry: TensorEntry, key: tuple[object, ...], find_expected_shapes: Any
+        self,
+        name: str,
+        entry: TensorEntry,
+        key: tuple[object, ...],
+        find_expected_shapes: Callable[[], tuple[Sizes, ...] | None],
     ) -> Mismatch | None:
-        """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes."""
+        """Return a mismatch if the shape is not an expected one; quantized tensors may have other shapes.
+
+        Args:
+            name: Name of the tensor.
+            entry: The tensor.
+            key: Cache key, equal for tensors with the same expected shapes.
+            find_expected_shapes: Function that returns the expected shapes; None if they are unknown.
+        """
         if not entry.dtype.is_castable or (self._unknown_modules and name.rpartition(".")[0] in self._unknown_modules):
             self._unchecked += 1
             return None
@@ -365,7 +391,8 @@ class _ConfigMatcher:
         if result is False:
             self._unchecked += 1
             return None
-        return Mismatch(name, f"shape {list(entry.shape)}", f"{_format_shape(result)} by config.json")
+        found, needed = f"shape {list(entry.shape)}", f"{_format_shape(result)} by config.json"
+        return Mismatch(name, found, needed, entry.shape, result)
 
     def _possible_disk_shapes(self, conversion: Conversion, destination: Destination) -> tuple[Sizes, ...] | None:
         """Return the shapes that a source tensor may have on disk; None if they cannot be derived."""
@@ -428,7 +455,7 @@ class _ConfigMatcher:
             for indices in self._required_indices(pattern, layer_lists):
                 name = fill_pattern(pattern, indices) if indices not in present else ""
                 if name and name not in tied and not self._has_other_form(name):
-                    yield Mismatch(name, "no such tensor", self._expected_shape(pattern))
+                    yield Mismatch(name, MISSING_TENSOR, self._expected_shape(pattern))
 
     def _missing_optional_tensors(self) -> Iterator[Mismatch]:
         """Yield the tensors that a config key adds to the class if no layer has any of them."""
@@ -437,7 +464,7 @@ class _ConfigMatcher:
             name = fill_pattern(pattern, (0,) * pattern.count("*"))
             is_present = pattern in self._present_indices or any(pattern == each for each, _ in self._complete_lists)
             if not is_present and name not in tied and not self._has_other_form(name):
-                yield Mismatch(name, "no such tensor", f"one in each such module ({key} in config.json)")
+                yield Mismatch(name, MISSING_TENSOR, f"this tensor because of {key} in config.json")
 
     def _required_indices(self, pattern: str, layer_lists: Mapping[str, _LayerList]) -> Iterator[tuple[int, ...]]:
         """Yield the indices of a required pattern, without empty layers and lists that one tensor holds."""
@@ -469,7 +496,7 @@ class _ConfigMatcher:
                 if each.startswith(f"{prefix}*.")
                 for indices in known
             }
-            layer_lists[path] = _LayerList.of(count, present | _layer_indices(path, self._unknown_modules))
+            layer_lists[path] = _LayerList.from_indices(count, present | _layer_indices(path, self._unknown_modules))
         return layer_lists
 
     def _has_other_form(self, name: str) -> bool:
@@ -481,7 +508,7 @@ class _ConfigMatcher:
 
     def _expected_shape(self, pattern: str) -> str:
         shapes = self.expected.shapes.get(pattern)
-        return f"{_format_shape(shapes[0])} by config.json" if shapes else "one by config.json"
+        return f"{_format_shape(shapes[0])} by config.json" if shapes else "this tensor by config.json"
 
     def _incomplete_runs(self) -> Iterator[Mismatch]:
         """Yield missing and surplus experts, or parts of a fused tensor."""
@@ -493,7 +520,7 @@ class _ConfigMatcher:
                 for position in range(count) if len(positions[index]) < count else ():
                     name = name_in_run(source, shared_indices, position)
                     if position not in positions[index] and not self._has_other_form(name):
-                        yield Mismatch(name, "no such tensor", needed)
+                        yield Mismatch(name, MISSING_TENSOR, needed)
                 for position in sorted(each for each in positions[index] if each >= count):
                     yield Mismatch(name_in_run(source, shared_indices, position), "an additional one", needed)
 

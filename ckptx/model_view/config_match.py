@@ -10,7 +10,11 @@ from ckptx.architecture.extra_tensors import ExtraTensor
 from ckptx.wording import counted, first_of
 
 _MAX_LISTED_EXTRAS = 3  # names per reason
-NO_TENSOR = "no tensor of this name"
+# Values of `Mismatch.found` for what the config requires and the checkpoint lacks.
+MISSING_TENSOR = "no such tensor"
+MISSING_LAYER = "nothing"
+# Value of `Mismatch.needed` for a tensor that the checkpoint must not have; `found` is then the end of a sentence.
+MUST_BE_ABSENT = "no tensor of this name"
 
 
 class Mismatch(NamedTuple):
@@ -20,17 +24,48 @@ class Mismatch(NamedTuple):
         name: Name in the checkpoint, or in the model if it is missing.
         found: State in the checkpoint.
         needed: State that the config requires.
+        shape: Shape in the checkpoint; empty unless shapes differ.
+        expected: Shape by the config, with None for an unknown size; empty unless shapes differ.
     """
 
     name: str
     found: str
     needed: str
+    shape: tuple[int, ...] = ()
+    expected: tuple[int | None, ...] = ()
+
+    @property
+    def is_missing(self) -> bool:
+        """Return True if the config requires a tensor or layer that the checkpoint lacks."""
+        return self.found in (MISSING_TENSOR, MISSING_LAYER)
 
     def description(self) -> str:
         """Return the mismatch as part of a sentence."""
-        if self.needed == NO_TENSOR:
+        if self.needed == MUST_BE_ABSENT:
             return f'"{self.name}" {self.found}'
         return f'"{self.name}": expected {self.needed}, found {self.found}'
+
+
+class PaddedVocabulary(NamedTuple):
+    """Vocabulary with more rows than the config states, which is the only difference from the config.
+
+    Attributes:
+        vocab_size: Value in the config.
+        rows: Rows of the embedding and the output head.
+        keys: Dotted paths of the config keys that have to become `rows`.
+    """
+
+    vocab_size: int
+    rows: int
+    keys: tuple[str, ...]
+
+    def description(self) -> str:
+        """Return the finding as a sentence without a period."""
+        return f"the vocabulary is padded from {self.vocab_size} to {self.rows} rows"
+
+    def edits(self) -> tuple[dict[str, Any], ...]:
+        """Return the changes to config.json after which the tensors match it."""
+        return tuple({"key": key, "before": self.vocab_size, "after": self.rows} for key in self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +73,14 @@ class ConfigMatch:
     """Result of a check.
 
     Attributes:
-        checked: "names and shapes", "layers" or "nothing".
-        mismatches: Mismatches in the order of model names; at most 1000 missing tensors, as a config can require any
-            number.
-        unchecked: Number of model tensors whose expected shape is unknown.
+        checked: "names and shapes"; "layers" for names and numbers of layers if shapes are unknown; or "nothing".
+        mismatches: Wrong and surplus tensors and layers, then missing ones; at most 1000 missing ones, because a config
+            can require any number.
+        unchecked: Number of tensors whose shape was not checked, because they are quantized or the expected shape is
+            unknown.
         is_truncated: True if more tensors are missing than `mismatches` lists.
-        extras: Tensors that the class does not have, by name.
+        extras: Tensors that the class does not have, by name; allowed ones have a reason, others are mismatches.
+        padded_vocabulary: The cause of all mismatches if it is a padded vocabulary, else None.
     """
 
     checked: str
@@ -51,10 +88,11 @@ class ConfigMatch:
     unchecked: int = 0
     is_truncated: bool = False
     extras: Mapping[str, ExtraTensor] = field(default_factory=dict)
+    padded_vocabulary: PaddedVocabulary | None = None
 
     @property
     def note(self) -> str | None:
-        """Return a note for the report if not everything was checked; None if it was."""
+        """Return a note for the report if shapes, or names and shapes, were not checked; None if both were."""
         if self.checked == "nothing":
             return "names and shapes not checked: unknown for this class and config"
         if self.checked == "layers":
@@ -63,7 +101,7 @@ class ConfigMatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `config_check` entry of the report."""
-        mismatches = [each._asdict() for each in self.mismatches]
+        mismatches = [{"name": each.name, "found": each.found, "needed": each.needed} for each in self.mismatches]
         return {
             "checked": self.checked,
             "unchecked": self.unchecked,
@@ -84,15 +122,23 @@ class ConfigMatch:
                 by_reason.setdefault(extra.reason, []).append(name)
         return by_reason
 
-    def extra_notes(self, class_name: str) -> list[str]:
-        """Return one line for each kind of extra tensor, except those that the class computes."""
+    def extra_notes(self, class_name: str, *, are_written: bool) -> list[str]:
+        """Return one line for each kind of extra tensor, except those that the class computes.
+
+        Args:
+            class_name: Name of the model class.
+            are_written: True for a conversion, which writes them unchanged.
+        """
+        suffix = ", written unchanged" if are_written else ""
         return [
-            f"{counted(len(names), 'tensor')} unknown to {class_name}, passed through: {first_of(names)} ({reason})"
+            f"{counted(len(names), 'tensor')} not defined by {class_name}{suffix}: {first_of(names)} ({reason})"
             for reason, names in self._allowed_extras(skip_computed=True).items()
         ]
 
     def summary(self, subject: str) -> str:
-        """Return one line with the first three mismatches."""
+        """Return one line with the first three mismatches, or with the padded vocabulary that causes all of them."""
+        if self.padded_vocabulary is not None:
+            return f"{subject}: does not match its config: {self.padded_vocabulary.description()}"
         first = "; ".join(each.description() for each in self.mismatches[:3])
         over = "over " * self.is_truncated
         more = f"; and {over}{len(self.mismatches) - 3:,} more" if len(self.mismatches) > 3 else ""

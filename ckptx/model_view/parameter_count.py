@@ -36,17 +36,18 @@ class Parameters:
 def count_parameters(view: ModelView) -> Parameters:
     """Count the parameters of a model.
 
-    Names that share bytes are one tensor. So are names that the config declares tied if dtype, shape and sampled rows
-    agree, because files may hold different tensors under such names. These rows are the only tensor data that is read.
+    Names that share bytes are one tensor. Names that the config declares tied are one tensor if dtype, shape and
+    sampled rows agree, because files may hold different tensors under such names. These rows are the only tensor data
+    that is read.
     """
     representatives = _declared_representatives(view)
     count, stored_separately = _count_untied(view, representatives)
     tied = []
     for names in stored_separately.values():
-        for same in _group_by_samples(view, names) if len(names) > 1 else [names]:
-            count += view.tensors[same[0]].numel
-            if len(same) > 1:
-                tied.append(same)
+        for tied_names in _group_by_samples(view, names) if len(names) > 1 else [names]:
+            count += view.tensors[tied_names[0]].numel
+            if len(tied_names) > 1:
+                tied.append(tied_names)
     return Parameters(count, tied)
 
 
@@ -64,9 +65,9 @@ def count_with_known_ties(view: ModelView, representatives: Mapping[str, str]) -
 def tie_representatives(decisions: Iterable[TieDecision]) -> dict[str, str]:
     """Map each name to a representative of the names that were decided to be the same tensor."""
     return _representatives(
-        (each.target, each.source, each.stored)
+        (each.target, each.source, each.stored_name)
         for each in decisions
-        if each.action == "alias" and each.stored is not None
+        if each.action == "alias" and each.stored_name is not None
     )
 
 
@@ -106,7 +107,11 @@ def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
 
 
 def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
-    """Group the names by equal sampled rows; they are one group if rows cannot be read, as the config declares."""
+    """Group tied names by equal sampled rows; if the rows cannot be read, return one group, as the config declares.
+
+    Raises:
+        ReadError: The storage failed.
+    """
     from ckptx.formats.dcp.reader import locate_payloads  # few models have names that are tied and stored separately
     from ckptx.transfer.stream import TensorReader
 

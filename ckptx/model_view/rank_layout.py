@@ -2,7 +2,8 @@
 
 File names contain the rank: `__R_I.distcp`, `shard-RRRRR-model-IIIII-of-NNNNN.safetensors` (R counts from 1 there).
 Only the manifest records the coordinates of a rank in the mesh; without one, ranks with a layer in common are assumed
-to be one pipeline stage. If no file name contains a rank, the files themselves are the holders.
+to be one pipeline stage. The holder of a shard is its rank; it is its file if some file name has no rank, or if the
+mesh has one rank.
 """
 
 from __future__ import annotations
@@ -24,26 +25,25 @@ from ckptx.mapping.names import pattern_of
 from ckptx.untrusted.hash_keys import salted_key
 from ckptx.untrusted.limits import MAX_RANKS
 
-LayerSpan = tuple[str, int, int]  # path of a list of layers, first, stop
-Layer = tuple[str, int]
-
+LayerRange = tuple[str, int, int]  # path of a list of layers, first index, index after the last
+Layer = tuple[str, int]  # path of a list of layers, index
 
 _RANK_FILE = re.compile(r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{5,9})-model-\d+-of-\d+\.safetensors)")
 _LAYER = re.compile(r"(.+?)\.([0-9]{1,9})\.")
 
 
 class Shard(NamedTuple):
-    """Rectangle of a tensor on one rank.
+    """Region of a tensor on one rank.
 
     Attributes:
-        holder: Index of the rank or file.
+        holder: Index of the rank or file in `Layout.holders`; in a `Sharding`, relative to the first holder.
         region: Region of the tensor, in elements.
-        replica: True if it replicates the shard of another holder.
+        is_replica: True if it replicates the shard of another holder.
     """
 
     holder: int
     region: Region
-    replica: bool
+    is_replica: bool
 
 
 class Sharding(NamedTuple):
@@ -51,7 +51,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
-        shards: Shards; their holders are relative to the first one, so that shardings on different stages compare
+        shards: Shards; their holders are relative to the first holder, so that shardings on different stages compare
             equal.
     """
 
@@ -61,14 +61,14 @@ class Sharding(NamedTuple):
 
 @dataclass(slots=True)
 class TensorGroup:
-    """Tensors whose names differ only in numbers and that have the same sharding.
+    """Tensors whose names differ only in indices and that have the same sharding.
 
     Attributes:
-        pattern: Name with `*` for each number.
+        pattern: Name with `*` for each index.
         dtype: Dtype of all tensors.
-        sharding_index: Index of their sharding.
-        indices_by_holder: First holder -> numbers of each name, "3.17" for layer 3, expert 17; "" for a name without
-            numbers.
+        sharding_index: Index of their sharding in `Layout.shardings`.
+        indices_by_holder: Lowest index in `Layout.holders` of a rank or file with a shard -> the indices in each name,
+            "3.17" for layer 3, expert 17; "" for a name without indices.
     """
 
     pattern: str
@@ -92,7 +92,7 @@ class Holder:
         stage: Pipeline stage; None if unknown.
         dp: Data-parallel coordinate in the mesh; None without a manifest.
         tp: Tensor-parallel coordinate in the mesh; None without a manifest.
-        tensors: Number of tensors with a shard here.
+        tensor_count: Number of tensors with a shard here.
         nbytes: Bytes of tensor data; names that share bytes count once.
         files: Files of the holder, in order.
         layers: Layers with a tensor here.
@@ -103,26 +103,26 @@ class Holder:
     stage: int | None = None
     dp: int | None = None
     tp: int | None = None
-    tensors: int = 0
+    tensor_count: int = 0
     nbytes: int = 0
     files: list[str] = field(default_factory=list)
     layers: set[Layer] = field(default_factory=set)
 
-    def spans(self) -> list[LayerSpan]:
+    def layer_ranges(self) -> list[LayerRange]:
         """Return the layers as ranges."""
-        return layer_spans(self.layers)
+        return layer_ranges(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a checkpoint by holder.
+    """Tensors, bytes, layers and files of each rank (or file) of a checkpoint, and the shards of its tensors.
 
     Attributes:
         holders: Ranks in order, including ranks without a tensor if the mesh is known; or files by name.
-        dims: Mesh dimensions; None without a manifest.
+        dims: Mesh dimensions; None without a manifest, or for a mesh of one rank.
         shardings: Distinct shardings.
         groups: Tensors by pattern and sharding, in the order of the checkpoint.
-        names_outside_layers: Stage -> names of tensors outside of layers.
+        names_outside_layers: Stage -> names of tensors outside of layers; the stage is None if it is unknown.
     """
 
     holders: list[Holder]
@@ -143,8 +143,38 @@ class Layout:
             group.count for group in self.groups if len(distinct_regions(self.shardings[group.sharding_index])) > 1
         )
 
+    @property
+    def once_stored_count(self) -> int:
+        """Return the number of tensors that TP replicates and only one TP rank stores, as in a DCP."""
+        storing_ranks = self.storing_tp_ranks()
+        return sum(group.count for group in self.groups if group.sharding_index in storing_ranks)
+
+    def storing_tp_ranks(self) -> dict[int, int]:
+        """Return the index of each sharding whose shards are all stored by one TP rank, and this TP rank.
+
+        TP replicates such a tensor: the other TP ranks read it from the files of this one. Empty without TP, or if the
+        mesh is unknown.
+        """
+        if self.dims is None or self.dims.tp == 1:
+            return {}
+        tp_ranks: dict[int, set[int | None]] = {}
+        for group in self.groups:
+            shards = self.shardings[group.sharding_index].shards
+            tp_ranks.setdefault(group.sharding_index, set()).update(
+                self.holders[first + shard.holder].tp
+                for first in group.indices_by_holder
+                for shard in shards
+                if shard.region.numel
+            )
+        found = ((index, next(iter(ranks))) for index, ranks in tp_ranks.items() if len(ranks) == 1)
+        return {index: rank for index, rank in found if rank is not None}
+
     def balance(self) -> dict[str, Any] | None:
-        """Return mean, maximum and minimum bytes per holder, and the ranks of both extremes; None without bytes."""
+        """Return the `balance` of the report; None if no holder has bytes.
+
+        It has the mean, maximum and minimum bytes per holder, the ranks of both extremes (None for files), and the
+        ratio of maximum to mean.
+        """
         if not any(holder.nbytes for holder in self.holders):
             return None
         mean = sum(holder.nbytes for holder in self.holders) / len(self.holders)
@@ -183,9 +213,9 @@ def layer_of(name: str) -> Layer | None:
     return None if match is None else (match[1], int(match[2]))
 
 
-def layer_spans(layers: Iterable[Layer]) -> list[LayerSpan]:
+def layer_ranges(layers: Iterable[Layer]) -> list[LayerRange]:
     """Merge layers into ranges, ordered by path."""
-    ranges: list[LayerSpan] = []
+    ranges: list[LayerRange] = []
     for path, index in sorted(set(layers)):
         if ranges and ranges[-1][0] == path and ranges[-1][2] == index:
             ranges[-1] = (path, ranges[-1][1], index + 1)
@@ -194,34 +224,37 @@ def layer_spans(layers: Iterable[Layer]) -> list[LayerSpan]:
     return ranges
 
 
-def format_layer_spans(layer_ranges: Sequence[tuple[str, int, int]]) -> str:
+def format_layer_ranges(ranges: Sequence[tuple[str, int, int]]) -> str:
     """Format ranges as `model.layers 0-3, 8-11`; a dash for none."""
     parts = [
-        f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in ranges)}"
-        for path, ranges in groupby(layer_ranges, key=lambda span: span[0])
+        f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in of_path)}"
+        for path, of_path in groupby(ranges, key=lambda each: each[0])
     ]
     return "; ".join(parts) or "-"
 
 
 def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
-    """Return the nonempty rectangles of a sharding with their holders, replicas last."""
+    """Return the nonempty regions of a sharding with their holders, replicas last."""
     holders_by_region: dict[tuple[int, Region], list[int]] = {}
-    for shard in sorted(sharding.shards, key=lambda shard: shard.replica):
+    for shard in sorted(sharding.shards, key=lambda shard: shard.is_replica):
         if shard.region.numel:
             holders_by_region.setdefault(salted_key(shard.region), []).append(shard.holder)
     return [(region, holders) for (_, region), holders in holders_by_region.items()]
 
 
 def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
-    """Return the mesh of a manifest, or None and the reason why it is ignored.
+    """Return the mesh of a manifest and the reason why it is ignored; one of them is None, or both without a manifest.
 
-    In a mesh of one rank nothing is sharded, whatever the file names are.
+    It is ignored if it has more than `MAX_RANKS` ranks, or if file names have higher ranks. A mesh of one rank is not
+    ignored, because nothing is sharded in it, whatever the file names are.
     """
     if layout is None:
         return None, None
     world_size = layout.tp * layout.pp * layout.dp_shard
     last = max((rank for rank in map(rank_of, files) if rank is not None), default=0)
-    if 1 < world_size <= last or world_size > MAX_RANKS:
+    if world_size > MAX_RANKS:
+        return None, f"mesh of ckptx.json ignored: it has {world_size:,} ranks, more than the limit of {MAX_RANKS:,}"
+    if 1 < world_size <= last:
         return None, f"mesh of ckptx.json ignored: it has {world_size} ranks, but file names go up to rank {last}"
     return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 
@@ -231,7 +264,8 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
 
     Args:
         catalog: Checkpoint.
-        names: Tensors to include: stored name -> name that identifies the layer.
+        names: Tensors to include: stored name -> name in the model, without the prefixes of a trainer, from which the
+            layer is read.
         dims: Mesh of the manifest; None if unknown.
     """
     holders, holder_of = _make_holders(catalog, dims)
@@ -242,23 +276,23 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
     outside: list[tuple[str, int]] = []
     for name, layer_name in names.items():
         entry = catalog.tensors[name]
-        number, first = shardings.index_of(entry)
+        index, first = shardings.index_of(entry)
         pattern, numbers = _split_name(name)
-        key = (pattern, entry.dtype, number)
+        key = (pattern, entry.dtype, index)
         groups.setdefault(key, TensorGroup(*key)).indices_by_holder.setdefault(first, []).append(numbers)
-        total = totals.setdefault((number, first, entry.dtype), _Totals())
-        total.tensors += 1
+        total = totals.setdefault((index, first, entry.dtype), _Totals())
+        total.tensor_count += 1
         location = entry.position if entry.numel else name
         if location not in locations:  # a name that shares the bytes of another adds none
             locations.add(location)
-            total.distinct_tensors += 1
+            total.distinct_count += 1
         layer = layer_of(layer_name)
         if layer is not None:
             total.layers.add(layer)
         elif entry.chunks:
             outside.append((layer_name, first))
-    for (number, first, dtype), total in totals.items():
-        _add_totals(holders, shardings.shardings[number], first, dtype, total)
+    for (index, first, dtype), total in totals.items():
+        _add_totals(holders, shardings.shardings[index], first, dtype, total)
     _assign_files(catalog, holders, holder_of, shardings.files)
     if dims is None:
         _infer_stages(holders)
@@ -274,13 +308,13 @@ class _Totals:
     """Totals of the tensors with the same sharding on the same holders.
 
     Attributes:
-        tensors: Number of tensors.
-        distinct_tensors: Number of tensors without those that share the bytes of another.
+        tensor_count: Number of tensors.
+        distinct_count: Number of tensors without those that share the bytes of another.
         layers: Layers of the tensors.
     """
 
-    tensors: int = 0
-    distinct_tensors: int = 0
+    tensor_count: int = 0
+    distinct_count: int = 0
     layers: set[Layer] = field(default_factory=set)
 
 
@@ -306,8 +340,8 @@ def _add_totals(holders: list[Holder], sharding: Sharding, first: int, dtype: DT
         sorted(sharding.shards, key=lambda shard: shard.holder), key=lambda shard: shard.holder
     ):
         holder = holders[first + index]
-        holder.tensors += total.tensors
-        holder.nbytes += total.distinct_tensors * sum(dtype.nbytes(shard.region.numel) for shard in shards)
+        holder.tensor_count += total.tensor_count
+        holder.nbytes += total.distinct_count * sum(dtype.nbytes(shard.region.numel) for shard in shards)
         holder.layers |= total.layers
 
 
@@ -328,7 +362,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 class _ShardingTable:
-    """Numbered distinct shardings.
+    """Table of distinct shardings.
 
     Attributes:
         shardings: Shardings in the order of their first use.
@@ -344,7 +378,7 @@ class _ShardingTable:
         self._ids = ObjectIds()
 
     def index_of(self, entry: TensorEntry) -> tuple[int, int]:
-        """Return the number of the sharding of a tensor, and its first holder."""
+        """Return the index of the sharding of a tensor in `shardings`, and the first holder of the tensor."""
         chunks = entry.chunks
         key: object
         if isinstance(chunks, ShardedChunks):

@@ -6,21 +6,21 @@ projection that the model splits) is sharded so that each rank gets the same ele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.fused import compositions_of_unknown
+from ckptx.architecture.fused import compositions_of_unknown_class
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor, tp_regions
+from ckptx.layout.placement import Placement, blocks_of_stage, tp_regions
 from ckptx.layout.stages import StageMap
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, TensorParallelPlan, decide_placement
 from ckptx.mapping.destinations import Destination
@@ -57,7 +57,7 @@ class ShardedModel:
         dims: Mesh dimensions.
         stages: Assignment of layers to stages.
         placements: Placement of each tensor by name.
-        unknown_tensors: Tensors that the model does not have; they are replicated.
+        unknown_tensors: Tensors that the model does not have or use; TP replicates them.
         user_plan: Tensor-parallel rules of the user, pattern -> style; None if there are none.
     """
 
@@ -69,24 +69,24 @@ class ShardedModel:
 
     @property
     def unaligned(self) -> list[str]:
-        """Return the tensors whose shards do not hold whole heads or groups of every part."""
-        return [name for name, placed in self.placements.items() if not placed.decision.aligned]
+        """Return the tensors with a shard that does not hold whole heads or groups of every part of a fused tensor."""
+        return [name for name, placement in self.placements.items() if not placement.decision.aligned]
 
     def rules(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the `rules` of the report: one row for each pattern and decision, with its number of tensor names.
+        """Return the `rules` of the report: an entry for each pattern and decision, with its number of tensor names.
 
         Args:
             aliases: Name that shares bytes -> name in `placements`.
         """
-        decisions = {name: placed.decision for name, placed in self.placements.items()}
+        decisions = {name: placement.decision for name, placement in self.placements.items()}
         decisions |= {name: decisions[stored] for name, stored in aliases.items()}
-        rows: dict[tuple[object, ...], dict[str, Any]] = {}
+        entries: dict[tuple[object, ...], dict[str, Any]] = {}
         for name, decision in decisions.items():
             key = (pattern_of(name), decision)
-            row = rows.get(key)
-            if row is None:
+            entry = entries.get(key)
+            if entry is None:
                 placement = decision.placement
-                rows[key] = {
+                entries[key] = {
                     "pattern": key[0],
                     "tensors": 1,
                     "dim": None if placement is None else placement.dim,
@@ -96,15 +96,15 @@ class ShardedModel:
                     "aligned": decision.aligned,
                 }
             else:
-                row["tensors"] += 1
-        return list(rows.values())
+                entry["tensors"] += 1
+        return list(entries.values())
 
-    def renamed(self, names: Callable[[str], str]) -> ShardedModel:
+    def renamed(self, rename: Callable[[str], str]) -> ShardedModel:
         """Return the same placements under other names; `unknown_tensors` keeps the old names."""
-        return replace(self, placements={names(name): placed for name, placed in self.placements.items()})
+        return replace(self, placements={rename(name): placement for name, placement in self.placements.items()})
 
     def layers(self) -> list[list[list[Any]]]:
-        """Return the layers of each stage, as [path of the stack, first, stop]."""
+        """Return the layers of each stage, as [path of a list of layers, first index, index after the last]."""
         return [[list(span) for span in self.stages.layers_of(stage)] for stage in range(self.dims.pp)]
 
 
@@ -119,7 +119,7 @@ def read_plan(path: str) -> Mapping[str, Any]:
     try:
         plan = parse_json(read_small(Path(path), MAX_PLAN_BYTES).decode("utf-8"), path)
     except UnicodeDecodeError as error:
-        raise UsageError(f"--tp-plan: {path} is not UTF-8 at byte {error.start}") from error
+        raise UsageError(f"--tp-plan: {path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except InputError as error:
         cause = error.__cause__
         reason = f"{path} cannot be read: {cause.strerror}" if isinstance(cause, OSError) else str(error)
@@ -152,7 +152,7 @@ def effective_plan(
     Raises:
         UsageError: The plan of the user is malformed.
     """
-    class_plan = TensorParallelPlan({}, compositions=compositions_of_unknown(config))
+    class_plan = TensorParallelPlan({}, compositions=compositions_of_unknown_class(config))
     if architecture is not None and config is not None:
         class_plan = architecture.tensor_parallel_plan(config)
     return class_plan if user_plan is None else TensorParallelPlan.from_user(user_plan, fallback=class_plan)
@@ -190,9 +190,15 @@ class Sharder:
         replicated = []
         unknown_names = frozenset(unknown)
         stages: dict[str, tuple[int, bool]] = {}  # by model name, which many tensors may share
-        known_blocks: dict[
-            tuple[Shape, int, DType], tuple[Block, ...]
-        ] = {}  # by `id` of the decision, which `placements` keeps alive
+        # By shape, `id` of the decision, which `placements` keeps alive, and dtype.
+        known_blocks: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}
+
+        def is_in_model(name: str) -> bool:
+            model_name = decisions.model_name(name)
+            if model_name is None or name in unknown_names:
+                return False
+            return not self.stages.is_after_last_layer(model_name)
+
         for name, entry in tensors.items():
             model_name = decisions.model_name(name)
             path = model_name or name
@@ -201,7 +207,7 @@ class Sharder:
                 known = stages[path] = self.stages.stage_of(path), self.stages.is_after_last_layer(path)
             stage, is_extra = known[0], known[1] and model_name is not None
             is_unknown = is_extra or model_name is None or name in unknown_names
-            if is_unknown and (is_extra or not decisions.has_weight(name, unknown_names)):
+            if is_unknown and not decisions.has_weight(name, is_in_model):
                 replicated.append(name)
                 decision = _NOT_IN_MODEL
                 stage = self._stage_of_unknown(path)
@@ -210,7 +216,7 @@ class Sharder:
             _, dtype, shape, _, _ = entry
             blocks = known_blocks.get((shape, id(decision), dtype))
             if blocks is None:
-                blocks = shard_tensor(shape, decision.placement, self.dims, self.replicate, dtype.pack)
+                blocks = blocks_of_stage(shape, decision.placement, self.dims, self.replicate, dtype.pack)
                 known_blocks[shape, id(decision), dtype] = blocks
             placements[name] = TensorPlacement(stage, blocks, decision)
         return ShardedModel(self.dims, self.stages, placements, tuple(replicated), self.user_plan)
@@ -251,10 +257,10 @@ class _Decisions:
         destination = self._destinations[name]
         return destination if isinstance(destination, str) or destination is None else self._rules.model_name(name)
 
-    def has_weight(self, name: str, unknown_names: Collection[str]) -> bool:
+    def has_weight(self, name: str, is_in_model: Callable[[str], bool]) -> bool:
         """Return True for a tensor that belongs to a weight of the model, such as a scale or zero point."""
         weight = self._weight_of(name)
-        return weight is not None and weight not in unknown_names
+        return weight is not None and is_in_model(weight)
 
     def _weight_of(self, name: str) -> str | None:
         """Return the weight that a tensor belongs to, in the same module or with the name it extends; None if none."""
@@ -300,10 +306,9 @@ class _Decisions:
             target = self._target_decisions.get(self.model_name(name) or "")
             dim = target.placement.dim if target is not None and target.placement is not None else None
             ops = self._rules.conversions[destination.conversion].ops
-            if not any(op.kind in ("merge", "unmerge") and op.dim == dim for op in ops):
-                self._disk_form_decisions[key] = (
-                    decision  # tensors of a module list have the same shards, except along the list
-                )
+            # Tensors of a module list have the same shards, except if the list itself is sharded.
+            if not any(op.kind == "merge" and op.dim == dim for op in ops):
+                self._disk_form_decisions[key] = decision
         return decision
 
     def _derive_decision(self, name: str, shape: Shape) -> PlacementDecision:
@@ -323,7 +328,7 @@ class _Decisions:
     def _blocks_of(self, target: str, shape: Shape) -> tuple[Block, ...]:
         """Return the TP shards of a model tensor."""
         decision = self._target_decisions[target] = decide_placement(self._plan, target, shape, self._tp)
-        return shard_tensor(shape, decision.placement, ParallelDims(tp=self._tp), True)
+        return blocks_of_stage(shape, decision.placement, ParallelDims(tp=self._tp), True)
 
 
 _NOT_IN_MODEL = PlacementDecision(None, "default", "not in the model; replicated", True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptx.architecture.architecture import Architecture
@@ -17,7 +19,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import local_config_directory
+from ckptx.formats.hf.hf_metadata import local_config_directory, name_config_in_errors
 from ckptx.formats.hf.reader import refuse_adapters
 from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sidecars import MANIFEST
@@ -48,7 +50,7 @@ class ModelView:
         optimizer: Stored names of optimizer tensors.
         other: Stored names of tensors of neither model nor optimizer.
         prefix: Prefix removed from model names.
-        wrappers: Wrapper component -> number of names it was removed from.
+        wrappers: Wrapper component -> number of times it was removed, from all names.
         architecture: Class of the model under the names of the checkpoint; None if unknown.
         disk_architecture: Class under disk names (as on the Hub); differs from `architecture` only for trainer names.
         trainer_conversions: Conversions from trainer names to disk names; empty if the names are not a trainer's.
@@ -107,6 +109,7 @@ def view_model(
     prefix: str | None = None,
     trust_remote_code: bool = False,
     allow_several: bool = False,
+    code_checkpoint: Catalog | None = None,
 ) -> ModelView:
     """Find the model in a checkpoint.
 
@@ -116,24 +119,27 @@ def view_model(
         prefix: Prefix of model names; None to detect it.
         trust_remote_code: True to run code from the checkpoint for classes that transformers lacks.
         allow_several: True to choose one of several complete models and note the others.
+        code_checkpoint: Checkpoint that `config` and its custom code come from; None for `catalog`.
 
     Raises:
         InputError: No tensor has the prefix, or there are several complete models and `prefix` is None.
         UnsupportedError: The tensors are an adapter, or a name has a component "*".
     """
     _refuse_stars(catalog)
+    is_own_config = config is None or config is catalog.config
     config = config if config is not None else catalog.config
     architecture = None
     notes = list(catalog.notes)
     if config is not None and config.get("architectures") in (None, []):
         config = _add_inferred_class(config, catalog, notes)
-    if config is not None:
-        architecture = find_architecture(
-            config,
-            config_dir=local_config_directory(catalog) if trust_remote_code else None,
-            trust_remote_code=trust_remote_code,
-        )
-    found = _find_model_names(catalog, architecture, config, prefix, notes)
+    with name_config_in_errors(catalog) if is_own_config else nullcontext():
+        if config is not None:
+            architecture = find_architecture(
+                config,
+                config_dir=local_config_directory(code_checkpoint or catalog) if trust_remote_code else None,
+                trust_remote_code=trust_remote_code,
+            )
+        found = _find_model_names(catalog, architecture, config, prefix, notes)
     disk_architecture, architecture = architecture, found.architecture
     patterns = architecture.name_patterns if architecture is not None else frozenset()
     roles, unwrapped = found.models.roles, found.unwrapped
@@ -184,6 +190,7 @@ def view_model_under(
     *,
     config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    code_checkpoint: Catalog | None = None,
 ) -> ModelView:
     """Find the model under a prefix if the checkpoint has one there, else ignore the prefix.
 
@@ -192,12 +199,15 @@ def view_model_under(
     Raises:
         InputError, UnsupportedError: See `view_model`.
     """
+    find_view = partial(
+        view_model, catalog, config=config, trust_remote_code=trust_remote_code, code_checkpoint=code_checkpoint
+    )
     if prefix is not None and catalog.traits.is_training_format:
-        view = view_model(catalog, config=config, trust_remote_code=trust_remote_code, allow_several=True)
+        view = find_view(allow_several=True)
         is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
         if prefix in view.model_prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
-            return view_model(catalog, config=config, prefix=prefix, trust_remote_code=trust_remote_code)
-    return view_model(catalog, config=config, trust_remote_code=trust_remote_code)
+            return find_view(prefix=prefix)
+    return find_view()
 
 
 class SeveralModelsError(InputError):
@@ -209,9 +219,9 @@ class SeveralModelsError(InputError):
 
 
 def _describe_models(prefixes: tuple[str, ...]) -> str:
-    first, *others = (describe_prefix(prefix) for prefix in sorted(prefixes)[:8])
+    described = ", ".join(describe_prefix(prefix) for prefix in sorted(prefixes)[:8])
     more = f" and {len(prefixes) - 8} more" if len(prefixes) > 8 else ""
-    return f"holds {len(prefixes)} complete models, {first} and {', '.join(others)}{more}"
+    return f"holds {len(prefixes)} complete models: {described}{more}"
 
 
 def _refuse_stars(catalog: Catalog) -> None:
@@ -269,8 +279,7 @@ def _find_model_names(
     if unwrapped.names_with_module:
         notes.append(
             f'"module." kept in {counted(len(unwrapped.names_with_module), "name")}, because names without it exist as '
-            "well: "
-            f"{first_of(unwrapped.names_with_module)}"
+            f"well: {first_of(unwrapped.names_with_module)}"
         )
     if prefix is None and (found.architecture is None or not found.architecture.name_patterns):
         repeated = find_repeated_prefixes(roles.model)
@@ -284,10 +293,10 @@ def _find_model_names(
 
 def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
     """Return True if the manifest records that all `names` came from an HF checkpoint."""
-    rows, original = manifest.tensors, manifest.original
-    if original is None or not rows.keys() >= catalog.tensors.keys():
+    recorded_tensors, original = manifest.tensors, manifest.original
+    if original is None or not recorded_tensors.keys() >= catalog.tensors.keys():
         return False
-    return all(name in original.tensors or rows[name].tied_to is not None for name in names)
+    return all(name in original.tensors or recorded_tensors[name].tied_to is not None for name in names)
 
 
 def rules_of(view: ModelView) -> NameRules | None:
@@ -311,7 +320,10 @@ def _build_rules(architecture: Architecture | None, config: dict[str, Any] | Non
         return None
     conversions = add_scale_conversions(architecture.conversions(config), config)
     return NameRules(
-        conversions, architecture.base_prefix, architecture.model_names, shape_of=shape_lookup(architecture, config)
+        conversions,
+        architecture.base_prefix,
+        architecture.model_name_patterns,
+        shape_of=shape_lookup(architecture, config),
     )
 
 
@@ -321,30 +333,34 @@ def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
     return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
 
 
-def read_valid_manifest(source: Catalog, notes: list[str]) -> Manifest | None:
-    """Return the manifest of a checkpoint that ckptx wrote; None if there is none or the files changed since.
+def read_valid_manifest(catalog: Catalog, notes: list[str]) -> Manifest | None:
+    """Return the manifest of a checkpoint that ckptx wrote; None if there is none or it does not describe the files.
 
     Args:
-        source: DCP or sharded safetensors.
+        catalog: Catalog of the checkpoint; the manifest in a format other than DCP or sharded safetensors is not read.
         notes: Receives one line if a manifest is ignored because it is damaged or describes other files.
+
+    Raises:
+        ReadError: The storage failed.
     """
-    manifest = read_manifest(source.source, notes) if source.traits.has_manifest else None
-    if manifest is None or manifest.traits is not source.traits:
+    source = catalog.source
+    manifest = read_manifest(source, notes) if catalog.traits.has_manifest else None
+    if manifest is None or manifest.traits is not catalog.traits:
         return None
     from ckptx.catalog.manifest import FileRecord
     from ckptx.formats.dcp.reader import METADATA
     from ckptx.transfer.digest import bytes_digest_hex
 
     recorded = manifest.files
-    markers = [f"{part.directory}/{METADATA}" for part in source.parts] or [METADATA]
-    for name in markers if source.traits.has_archives else ():
-        if not source.source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
+    metadata_files = [f"{part.directory}/{METADATA}" for part in catalog.parts] or [METADATA]
+    for name in metadata_files if catalog.traits.has_archives else ():
+        if not source.listing().is_file(name):  # a part in sharded safetensors, which ckptx does not write
             return None
-        data = source.source.read_small(name, MAX_METADATA_BYTES)
+        data = source.read_small(name, MAX_METADATA_BYTES)
         if recorded.get(name) != FileRecord(len(data), bytes_digest_hex(data)):
             notes.append(f"{MANIFEST} ignored: it describes another {name}")
             return None
-    if any(name not in recorded or recorded[name].nbytes != size for name, size in source.files.items()):
+    if any(name not in recorded or recorded[name].nbytes != size for name, size in catalog.files.items()):
         notes.append(f"{MANIFEST} ignored: it describes other files")
         return None
     return manifest
@@ -403,8 +419,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
         if digest_leaves(entry, replica) != known[first_chunk]:
             raise InputError(
                 f'{catalog.root}: tensor "{entry.name}": {replica.file} and {first_chunk.file} have different bytes '
-                "for "
-                f"{replica.region}; one of them comes from another save, restore it"
+                f"for {replica.region}; one of them comes from another save, restore it"
             )
 
 
@@ -441,8 +456,7 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
             advice = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
             raise InputError(
                 f'{view.catalog.root}: tensors "{first_name}" and "{name}" are one parameter under two names, but '
-                f"{difference}; "
-                f"{advice}"
+                f"{difference}; {advice}"
             )
     names = list(duplicates)
     note = f"{counted(len(names), 'tensor')} stored under two names with equal bytes, used once: {first_of(names)}"
@@ -500,13 +514,13 @@ def decide_ties(
     )
 
 
-def tie_rows(decisions: list[TieDecision]) -> list[dict[str, Any]]:
-    """Return the decisions as rows of the report."""
+def tie_entries(decisions: list[TieDecision]) -> list[dict[str, Any]]:
+    """Return an entry of the report for each decision."""
     return [
         {
-            "target": decision.target,
-            "source": decision.source,
-            "case": decision.case,
+            "name": decision.target,
+            "tied_to": decision.source,
+            "stored": decision.stored,
             "action": decision.action,
             "declared": decision.declared,
             "evidence": decision.evidence,

@@ -23,10 +23,11 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.model_view.config_check import match_config
-from ckptx.model_view.config_match import ConfigMatch
+from ckptx.model_view.config_match import ConfigMatch, PaddedVocabulary
 from ckptx.model_view.view import view_model
+from ckptx.report.text import conversion_text
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
-from tests.support.models import EVERY, RECIPES
+from tests.support.models import EVERY, RECIPES, VOCAB, assert_same_outputs, load, outputs, write
 from tests.support.popular_models import LANGUAGE, OTHERS, build
 from tests.support.slow import slow_but
 
@@ -41,6 +42,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 CONFIG = {**LLAMA, **SIZES}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4,
@@ -326,7 +328,7 @@ def _half(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
 
 CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "another size": (llama(), {"hidden_size": 16}, "expected shape"),
-    "another vocabulary": (llama(), {"vocab_size": 15}, "embed_tokens.weight"),
+    "another vocabulary": (llama(), {"vocab_size": 17}, "embed_tokens.weight"),
     "an incomplete model": (llama(), {"num_hidden_layers": 4}, "model.layers.2"),
     "a shorter config": (llama(layers=4), {}, "model.layers.2"),
     "a half tensor": (
@@ -340,7 +342,7 @@ CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "biases that the config switches off": (
         {**llama(), "model.layers.1.self_attn.q_proj.bias": value("BF16", 8)}, {}, "depends on attention_bias",
     ),
-    "biases that the config switches on": (llama(), {"attention_bias": True}, "(attention_bias in config.json)"),
+    "biases that the config switches on": (llama(), {"attention_bias": True}, "because of attention_bias"),
     "an index with a zero in front": (
         {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}, {}, "layers.01.",
     ),
@@ -350,6 +352,10 @@ CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "a tensor that is gone": (
         {name: each for name, each in llama().items() if "layers.1.input" not in name}, {}, "layers.1.input_layernorm",
     ),
+}  # fmt: skip
+LACKING = {
+    "an incomplete model", "another architecture", "biases that the config switches on",
+    "an index with a zero in front", "a tensor that is gone",
 }  # fmt: skip
 COMMANDS: dict[str, Callable[..., Any]] = {
     "hf2dcp": lambda here, **options: ckptx.convert("hf2dcp", here / "hf", here / "out", **options),
@@ -378,12 +384,111 @@ def test_what_does_not_fit_is_refused_unless_allowed(tmp_path: Path, case: str, 
         COMMANDS[command](tmp_path)
     assert "does not match its config" in str(caught.value)
     assert said in str(caught.value)
+    assert ("; add the missing files, pass --base" in str(caught.value)) == (case in LACKING)
+    assert "; pass --base" in str(caught.value) or case in LACKING
     assert "--allow-config-mismatch" in str(caught.value)
     assert not (tmp_path / "out").exists()
     report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
     assert report.ok
     assert report.config_check["mismatches"]
     assert any("does not match its config" in each for each in report.notes)
+
+
+def _lower_vocab_size(config: Any, by: int) -> Any:
+    """The config of a model whose vocabulary was padded by a number of rows."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: value - by if (key, value) == ("vocab_size", VOCAB) else _lower_vocab_size(value, by)
+        for key, value in config.items()
+    }
+
+
+UNKNOWN_VOCABULARY = {"gemma4-shared-kv", "opt"}  # classes whose embeddings have no rule
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_padded_vocabulary_is_found_in_each_class(name: str) -> None:
+    config, shapes = recipe(name)
+    vocabulary = fit(_lower_vocab_size(config, 5), shapes).padded_vocabulary
+    if name in UNKNOWN_VOCABULARY:
+        assert vocabulary is None
+        return
+    assert vocabulary is not None
+    assert (vocabulary.vocab_size, vocabulary.rows) == (VOCAB - 5, VOCAB)
+    changed = {edit["key"]: edit["after"] for edit in vocabulary.edits()}
+    assert changed in ({"vocab_size": VOCAB}, {"text_config.vocab_size": VOCAB})
+
+
+def padded(rows: int = 20, **others: Value) -> dict[str, Value]:
+    """A Llama with more rows than its vocab_size of 16."""
+    return {**llama(), EMBEDDING: value("BF16", rows, 8), HEAD: value("BF16", rows, 8, seed=1), **others}
+
+
+OTHER_CAUSES: dict[str, dict[str, Value]] = {
+    "embedding and head of different sizes": padded(**{HEAD: value("BF16", 24, 8)}),
+    "a head of the size of the config": padded(**{HEAD: value("BF16", 16, 8)}),
+    "fewer rows": padded(12),
+    "another tensor of a wrong shape": padded(**{"model.norm.weight": value("BF16", 9)}),
+    "a surplus layer": padded(**{"model.layers.2.mlp.up_proj.weight": value("BF16", 24, 8)}),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_padded_vocabulary_is_written_into_the_config(tmp_path: Path, command: str) -> None:
+    write_hf(tmp_path / "hf", padded(), config=CONFIG)
+    write_hf(tmp_path / "base", llama(), config=CONFIG)
+    write_dcp(tmp_path / "dcp", padded(), config=CONFIG)
+    write_dcp(tmp_path / "bare", padded(), config=None)
+    with pytest.raises(InputError) as caught:
+        COMMANDS[command](tmp_path)
+    finding = "does not match its config: the vocabulary is padded from 16 to 20 rows"
+    assert f"{finding}; pass --allow-config-mismatch to write vocab_size 20 into the config" in str(caught.value)
+    report = COMMANDS[command](tmp_path, allow_config_mismatch=True)
+    assert {"key": "vocab_size", "before": 16, "after": 20} in report.config_edits
+    assert "config.json: vocab_size: 16 -> 20" in conversion_text(report).splitlines()
+    assert any(note.endswith(finding) for note in report.notes)
+    assert {each["name"] for each in report.config_check["mismatches"]} == {EMBEDDING, HEAD}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 20
+    output = ckptx.inspect(tmp_path / "out")
+    assert output.config_check is not None and output.config_check["mismatches"] == []
+
+
+@pytest.mark.parametrize("case", OTHER_CAUSES)
+def test_a_config_with_another_mismatch_is_not_edited(tmp_path: Path, case: str) -> None:
+    write_hf(tmp_path / "hf", OTHER_CAUSES[case], config=CONFIG)
+    with pytest.raises(InputError, match="to convert it anyway") as caught:
+        ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "out")
+    assert "padded" not in str(caught.value)
+    report = ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "out", allow_config_mismatch=True)
+    assert report.config_edits == []
+    assert any(note.endswith("; loaders that use this config may reject the output") for note in report.notes)
+
+
+def test_only_the_vocab_size_of_the_padded_model_changes() -> None:
+    config, shapes = recipe("gemma3-vlm")
+    padded_config = _lower_vocab_size(config, 5)
+    size = VOCAB - 5
+    two_keys = fit({**padded_config, "vocab_size": size}, shapes).padded_vocabulary
+    assert two_keys == PaddedVocabulary(size, VOCAB, tuple(sorted(("text_config.vocab_size", "vocab_size"))))
+    other_size = fit({**padded_config, "vocab_size": 7}, shapes).padded_vocabulary
+    assert other_size == PaddedVocabulary(size, VOCAB, ("text_config.vocab_size",))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-untied", "gemma3-vlm", "bart"])
+def test_transformers_loads_a_model_with_a_padded_vocabulary(tmp_path: Path, name: str) -> None:
+    write(EVERY[name], tmp_path / "padded")
+    ckptx.convert("hf2dcp", tmp_path / "padded", tmp_path / "dcp")
+    config = json.loads((tmp_path / "padded" / "config.json").read_text())
+    (tmp_path / "dcp" / "config.json").unlink()
+    (tmp_path / "dcp" / "ckptx.json").unlink()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(_lower_vocab_size(config, 5)))
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=tmp_path / "base", allow_config_mismatch=True)
+    made, reference = load(tmp_path / "out"), load(tmp_path / "padded")
+    assert_same_outputs(outputs(made, EVERY[name].inputs()), outputs(reference, EVERY[name].inputs()))
+    made.resize_token_embeddings(VOCAB - 5)
+    assert made.get_input_embeddings().weight.shape[0] == VOCAB - 5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -409,5 +514,25 @@ def test_what_lies_outside_of_the_class_passes_with_a_warning(tmp_path: Path, co
     report = COMMANDS[command](tmp_path)
     assert report.ok and report.config_check["mismatches"] == []
     assert [row["tensors"] for row in report.config_check["extra_tensors"]] == [2]
-    (note,) = (each for each in report.notes if "passed through" in each)
-    assert note.startswith('2 tensors unknown to LlamaForCausalLM, passed through: "vision_tower.blocks.0.weight"')
+    (note,) = (each for each in report.notes if "not defined by" in each)
+    assert note.startswith(
+        '2 tensors not defined by LlamaForCausalLM, written unchanged: "vision_tower.blocks.0.weight"'
+    )
+
+
+def test_inspect_and_verify_do_not_claim_to_write_extra_tensors(tmp_path: Path) -> None:
+    tensors = {**llama(), "vision_tower.blocks.0.weight": value("BF16", 4)}
+    hf = write_hf(tmp_path / "hf", tensors, config=CONFIG)
+    for report in (ckptx.inspect(hf), ckptx.verify(hf, hf)):
+        (note,) = {each for each in report.notes if "vision_tower" in each}
+        assert note.startswith(f'{hf}: 1 tensor not defined by LlamaForCausalLM: "vision_tower.blocks.0.weight" (')
+
+
+def test_an_error_about_config_json_names_its_directory(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", llama(), config=CONFIG)
+    base = write_hf(tmp_path / "base", llama(), config={**CONFIG, "num_hidden_layers": -1})
+    message = re.escape(f"{base}/config.json: num_hidden_layers is -1 and must be between 0 and")
+    for src, options in ((source, {"base": base}), (base, {})):
+        with pytest.raises(InputError, match=message):
+            ckptx.reshard(src, tmp_path / "out", tp=2, **options)
+    assert re.match(message, ckptx.inspect(base).notes[0])

@@ -16,9 +16,9 @@ from ckptx.catalog.region import Region, full_region
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.model_view.rank_layout import (
     Layout,
-    format_layer_spans,
+    format_layer_ranges,
     layer_of,
-    layer_spans,
+    layer_ranges,
     layout_by_rank,
     rank_of,
     recorded_mesh,
@@ -97,9 +97,9 @@ def test_a_name_tells_its_layer(name: str, layer: tuple[str, int] | None) -> Non
 
 def test_layers_are_written_as_ranges() -> None:
     layers = [("h", 9), ("h", 0), ("h", 1), ("h", 2), ("h", 1), ("g", 4), ("h", 11)]
-    assert layer_spans(layers) == [("g", 4, 5), ("h", 0, 3), ("h", 9, 10), ("h", 11, 12)]
-    assert format_layer_spans(layer_spans(layers)) == "g 4; h 0-2, 9, 11"
-    assert format_layer_spans([]) == "-"
+    assert layer_ranges(layers) == [("g", 4, 5), ("h", 0, 3), ("h", 9, 10), ("h", 11, 12)]
+    assert format_layer_ranges(layer_ranges(layers)) == "g 4; h 0-2, 9, 11"
+    assert format_layer_ranges([]) == "-"
 
 
 FILES = ["__0_0.distcp", "__3_0.distcp"]
@@ -111,7 +111,7 @@ FILES = ["__0_0.distcp", "__3_0.distcp"]
         (LayoutRecord(2, 2, 1, None), ParallelDims(2, 2, 1), None),
         (LayoutRecord(1, 1, 1, None), ParallelDims(), None),  # files that no rank wrote
         (LayoutRecord(1, 3, 1, None), None, "it has 3 ranks, but file names go up to rank 3"),
-        (LayoutRecord(1 << 20, 1, 1, None), None, "it has 1048576 ranks"),
+        (LayoutRecord(1 << 20, 1, 1, None), None, "it has 1,048,576 ranks, more than the limit of 65,536"),
     ],
 )
 def test_a_manifest_is_believed_when_it_fits_the_files(
@@ -127,7 +127,7 @@ def test_bytes_add_up_by_rank_and_a_shared_name_adds_nothing() -> None:
     catalog = catalog_of({"layers.0.w": halves(0, 1), "norm": [(1, full_region((5,)))]})
     catalog.tensors["twin"] = catalog.tensors["layers.0.w"]._replace(name="twin")
     layout = look(catalog, ParallelDims(tp=2))
-    assert [(h.tensors, h.nbytes) for h in layout.holders] == [(2, 16), (3, 16 + 10)]
+    assert [(h.tensor_count, h.nbytes) for h in layout.holders] == [(2, 16), (3, 16 + 10)]
     assert sum(h.nbytes for h in layout.holders) == catalog.nbytes
     assert layout.balance() == {
         "mean": 21.0, "max": 26, "max_rank": 1, "min": 16, "min_rank": 0, "max_over_mean": 26 / 21,
@@ -141,7 +141,7 @@ def test_a_replica_takes_room_and_is_no_cut() -> None:
     layout = look(catalog_of(whole_tensor, {"layers.0.norm": [(1, full_region((4,)))]}), ParallelDims(tp=2))
     assert [h.nbytes for h in layout.holders] == [8, 8]
     assert layout.sharded_count == 0
-    assert [piece.replica for piece in layout.shardings[0].shards] == [False, True]
+    assert [piece.is_replica for piece in layout.shardings[0].shards] == [False, True]
 
 
 def test_ranks_without_a_tensor_are_there_when_the_mesh_is_known() -> None:
@@ -184,7 +184,7 @@ def test_without_ranks_files_are_the_holders(tmp_path: Path) -> None:
     layout = look(ckptx.open_checkpoint(tmp_path / "hf"))
     assert not layout.has_ranks
     assert [(h.label, h.stage) for h in layout.holders] == [(f"model-0000{i}-of-00002.safetensors", None) for i in "12"]
-    assert sum(h.tensors for h in layout.holders) == len(llama())
+    assert sum(h.tensor_count for h in layout.holders) == len(llama())
 
 
 def test_a_conversion_for_no_mesh_is_told_by_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.mapping.ops import Conversion, Op
@@ -40,12 +41,16 @@ def mesh_of(
     unknown: Sequence[str] = (),
     replicate: bool = False,
     dtype: str = "BF16",
+    dtypes: Mapping[str, str] | None = None,
 ) -> ShardedModel:
     """The cut of tensors of these names and shapes."""
     dims = ParallelDims(tp, pp, dp)
     known = TensorParallelPlan({pattern: Rule(style, "model plan") for pattern, style in plan.items()})
     sharder = Sharder(known, dims, StageMap([STACK], pp), rules, replicate)
-    tensors = {name: TensorEntry(name, DTYPES_BY_NAME[dtype], shape, ()) for name, shape in shapes.items()}
+    tensors = {
+        name: TensorEntry(name, DTYPES_BY_NAME[(dtypes or {}).get(name, dtype)], shape, ())
+        for name, shape in shapes.items()
+    }
     return sharder.place(tensors, unknown)
 
 
@@ -95,6 +100,26 @@ def test_what_the_model_does_not_have_is_replicated_with_the_layer_before_it(nam
     assert held(mesh, name) == [(0, (0, 0), (8, 4))]
 
 
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_inv", "scales", "weight"])
+@pytest.mark.parametrize("layer", [0, 3, 4, 5, 11])
+@pytest.mark.parametrize("module", ["q", "o", "z"])
+@pytest.mark.parametrize("rules", [None, "of model names", "of no names"])
+def test_scales_are_extra_or_known_as_their_weights_are(module: str, layer: int, leaf: str, rules: str | None) -> None:
+    """A scale of a layer behind the last is replicated like its weight, though a rule knows the weight."""
+    name = f"model.layers.{layer}.{module}"
+    shapes: dict[str, Shape] = {f"{name}.weight": (8, 4), f"{name}.{leaf}": (8, 4)}
+    patterns = [f"model.layers.*.{each}.weight" for each in "qoz"] if rules == "of model names" else []
+    known = None if rules is None else NameRules([], model_patterns=patterns)
+    for unknown in ([], [f"{name}.{leaf}"], [*shapes]):
+        mesh = mesh_of(shapes, unknown=unknown, rules=known)
+        is_extra = layer >= 4 or f"{name}.weight" in unknown or rules == "of no names"
+        assert list(mesh.unknown_tensors) == ([*shapes] if is_extra else [])
+        is_sharded = not is_extra and module != "z"
+        assert [len(held(mesh, each)) for each in shapes] == [1 + is_sharded] * len(shapes)
+        reasons = {placed.decision.reason for placed in mesh.placements.values()}
+        assert (reasons == {"not in the model; replicated"}) is is_extra
+
+
 def test_a_layer_behind_the_last_is_extra_though_its_names_are_known() -> None:
     mesh = mesh_of({"model.layers.3.q.weight": (8, 4), "model.layers.4.q.weight": (8, 4)})
     assert list(mesh.unknown_tensors) == ["model.layers.4.q.weight"]
@@ -123,6 +148,16 @@ def test_pairs_of_four_bits_stay_together() -> None:
     shapes = {"model.layers.0.o.weight": (4, 12)}
     assert [sizes[1] for _, _, sizes in held(mesh_of(shapes, tp=4, dtype="F4"), "model.layers.0.o.weight")] == [4, 4, 4]
     assert [sizes[1] for _, _, sizes in held(mesh_of(shapes, tp=4), "model.layers.0.o.weight")] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("dtypes", [("F4", "BF16"), ("BF16", "F4"), ("F4", "F4"), ("F4", "U8", "F4", "BF16")], ids=str)
+def test_layers_of_several_dtypes_are_sharded_each_as_its_dtype_needs(dtypes: tuple[str, ...]) -> None:
+    """Their shapes and decisions are equal; only the width of an element tells the shards apart."""
+    names = [f"model.layers.{layer}.o.weight" for layer in range(len(dtypes))]
+    mesh = mesh_of(dict.fromkeys(names, (4, 12)), tp=4, dtypes=dict(zip(names, dtypes, strict=True)))
+    for name, dtype in zip(names, dtypes, strict=True):
+        assert held(mesh, name) == held(mesh_of({name: (4, 12)}, tp=4, dtype=dtype), name)
+        assert len(held(mesh, name)) == (3 if dtype == "F4" else 4)
 
 
 def test_a_scale_follows_its_weight_though_the_model_has_none() -> None:
@@ -186,10 +221,66 @@ def test_a_fused_projection_that_the_model_splits_is_cut_in_its_parts() -> None:
     assert mesh.placements["disk.3.qkv"].decision.placement == Placement(0, (8, 8, 8))
 
 
-def test_a_fused_projection_of_parts_that_are_cut_differently_is_whole() -> None:
-    mesh = mesh_of({"disk.3.qkv": (24, 5)}, rules=EXPERTS, plan={"model.layers.*.q": "colwise"})
-    assert held(mesh, "disk.3.qkv") == [(0, (0, 0), (24, 5))]
+@pytest.mark.parametrize("rows", [6, 9, 24])
+@pytest.mark.parametrize("sharded", ["q", "k", "v", "qk", "kv"])
+def test_a_fused_projection_of_parts_that_are_cut_differently_is_whole(sharded: str, rows: int) -> None:
+    plan = {f"model.layers.*.{part}": "colwise" for part in sharded}
+    mesh = mesh_of({"disk.3.qkv": (rows, 5)}, rules=EXPERTS, plan=plan)
+    assert held(mesh, "disk.3.qkv") == [(0, (0, 0), (rows, 5))]
     assert mesh.placements["disk.3.qkv"].decision.decided_by == "default"
+
+
+@pytest.mark.parametrize("plan", [{"model.layers.*.h": "colwise"}, {"model.layers.*.g": "colwise"}], ids=str)
+def test_a_tensor_of_two_parameters_is_whole_if_only_one_of_them_is_sharded(plan: dict[str, str]) -> None:
+    """Also if one rank has all of its rows, as the first shard of a parameter and as a replica of the other."""
+    rules = NameRules(
+        [
+            Conversion(
+                tuple(f"disk.*.{name}" for name in "abc"), ("model.layers.*.g.weight", "model.layers.*.h.weight"),
+                (Op("concat"), Op("chunk")),
+            )
+        ]
+    )  # fmt: skip
+    for first, middle, last in product(range(1, 7), range(2, 7), range(1, 7)):
+        half = (first + middle + last) // 2
+        if 2 * half != first + middle + last or half < 2 or not first < half < first + middle:
+            continue
+        shapes = {"disk.0.a": (first, 5), "disk.0.b": (middle, 5), "disk.0.c": (last, 5)}
+        mesh = mesh_of(shapes, rules=rules, plan=plan)
+        assert held(mesh, "disk.0.b") == [(0, (0, 0), (middle, 5))]
+        reason = mesh.placements["disk.0.b"].decision.reason
+        assert reason == "stored in a form that cannot be sharded like the model; replicated", shapes
+
+
+@pytest.mark.parametrize("counts", [(4, 6), (6, 4), (4, 3, 4), (2, 4, 8)], ids=str)
+def test_experts_that_the_model_shards_by_number_are_judged_by_the_number_of_their_layer(
+    counts: tuple[int, ...],
+) -> None:
+    """Tensors of equal names and shapes on disk may belong to lists of different lengths."""
+    heads = (*((count // 2, 2) for count in counts if count % 4 == 0), (3, 2))
+    rule = Rule("embedding_rowwise", "model plan", heads=heads)
+    plan = TensorParallelPlan({"model.layers.*.experts.down": rule})
+    shapes = {
+        f"disk.{layer}.experts.{expert}.down": (6, 4) for layer, count in enumerate(counts) for expert in range(count)
+    }
+    sharder = Sharder(plan, ParallelDims(2), StageMap([STACK], 1), EXPERTS, False)
+    mesh = sharder.place({name: TensorEntry(name, DTYPES_BY_NAME["BF16"], s, ()) for name, s in shapes.items()}, [])
+    assert {len(placed.blocks) for placed in mesh.placements.values()} == {1}
+    inside_pairs = [layer for layer, count in enumerate(counts) if count == 6]
+    assert mesh.unaligned == [name for name in shapes if int(name.split(".")[1]) in inside_pairs]
+
+
+def test_a_name_on_disk_that_is_also_a_name_of_the_model_is_the_one_that_is_free() -> None:
+    """`q` becomes `o`, unless `o` is there as well: then both are names of the model."""
+    rules = NameRules(
+        [Conversion(("model.layers.*.q.weight",), ("model.layers.*.o.weight",))],
+        model_patterns=("model.layers.*.q.weight", "model.layers.*.o.weight"),
+    )
+    q, o = "model.layers.0.q.weight", "model.layers.0.o.weight"
+    alone, both = mesh_of({q: (8, 4)}, rules=rules), mesh_of({q: (8, 4), o: (8, 4)}, rules=rules)
+    rows, columns = [(0, (0, 0), (4, 4)), (1, (4, 0), (4, 4))], [(0, (0, 0), (8, 2)), (1, (0, 2), (8, 2))]
+    assert held(alone, q) == columns
+    assert (held(both, q), held(both, o)) == (rows, columns)
 
 
 def test_another_name_alone_changes_nothing() -> None:
@@ -205,6 +296,10 @@ def test_layers_alike_share_their_blocks() -> None:
     mesh = mesh_of({f"model.layers.{layer}.q.weight": (8, 4) for layer in range(4)})
     assert len({id(placed.blocks) for placed in mesh.placements.values()}) == 1
     mesh = mesh_of(shapes_of_experts(0) | shapes_of_experts(1), rules=EXPERTS)
+    decisions = {name.rpartition(".")[2]: set[int]() for name in mesh.placements}
+    for name, placed in mesh.placements.items():
+        decisions[name.rpartition(".")[2]].add(id(placed.decision))
+    assert [len(each) for each in decisions.values()] == [1, 1, 1]
     assert (
         len({id(mesh.placements[f"disk.{layer}.experts.{expert}.up"].blocks) for layer in (0, 1) for expert in (0, 2)})
         == 1
@@ -266,9 +361,11 @@ def test_cuts_inside_heads_are_listed() -> None:
 )
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_placement_is_told_from_its_blocks(shape: Shape, placement: Placement, tp: int) -> None:
-    found = find_placement(shape, shard_tensor(shape, placement, ParallelDims(tp), True), tp)
+    found = find_placement(shape, blocks_of_stage(shape, placement, ParallelDims(tp), True), tp)
     assert found is not None
-    assert shard_tensor(shape, found, ParallelDims(tp), True) == shard_tensor(shape, placement, ParallelDims(tp), True)
+    assert blocks_of_stage(shape, found, ParallelDims(tp), True) == blocks_of_stage(
+        shape, placement, ParallelDims(tp), True
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Models of a class that ckptx does not know: what was not checked, and a prefix that all their names share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckptx.architecture.configs import remote_reference
+from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
+from ckptx.catalog.catalog import Catalog
+from ckptx.formats.hf.hf_metadata import config_source
+from ckptx.model_view.view import ModelView, read_valid_manifest
+
+_MAX_PREFIX_COMPONENTS = 3
+
+
+def unknown_class_note(view: ModelView, config_checkpoint: Catalog, *, accepts_code: bool = True) -> str | None:
+    """Return a note on a model of an unknown class: what was not checked, and what to do; None for a known class.
+
+    Args:
+        view: Model of the checkpoint.
+        config_checkpoint: Checkpoint with the config in use, and with its custom code if there is any.
+        accepts_code: True for a command that accepts `--trust-remote-code`.
+    """
+    architecture = view.disk_architecture
+    if architecture is None or architecture.known_from != FROM_SUFFIX_TABLE:
+        return None
+    class_name = architecture.class_name
+    code = _find_code(view, class_name, config_checkpoint)
+    if code is None:
+        advice = "the checkpoint has no code of it"
+        if accepts_code:
+            advice = f"compare the names with those of its state_dict(), or {code_advice(code)}"
+    else:
+        advice = code_advice(code) if accepts_code else "convert and reshard check them with --trust-remote-code"
+    return f"{class_name} is an unknown class: its tied weights, layers, names and shapes were not checked; {advice}"
+
+
+def code_advice(code: str | None) -> str:
+    """Return how to use the code of an unknown class; `code` is its `file.Class` in `auto_map`, or None without one."""
+    if code is None:
+        return "put its Python code next to config.json, with auto_map, and pass --trust-remote-code"
+    return f"pass --trust-remote-code to use its code, {code} of auto_map"
+
+
+def _find_code(view: ModelView, class_name: str, config_checkpoint: Catalog) -> str | None:
+    """Return the `file.Class` of `auto_map` with the code of the class; None if the checkpoint lacks the file."""
+    reference = None if view.config is None else remote_reference(view.config, class_name)
+    if reference is None or "--" in reference:  # the code of "repository--file.Class" is in that repository
+        return reference
+    file_name = f"{reference.partition('.')[0]}.py"
+    return reference if config_source(config_checkpoint).listing().has(file_name) else None
+
+
+class SharedPrefix(NamedTuple):
+    """Prefix of all names of a model.
+
+    Attributes:
+        prefix: The prefix, with the dot at its end.
+        is_absent_in_base: True if the base has the same names without it.
+    """
+
+    prefix: str
+    is_absent_in_base: bool
+
+
+def shared_prefix_of_unknown_class(view: ModelView, base: Catalog | None) -> SharedPrefix | None:
+    """Return the prefix that a trainer may have added to all names of a model of an unknown class.
+
+    Args:
+        view: Model found without a prefix.
+        base: Checkpoint that the model was trained from; None if there is none.
+
+    Returns:
+        The prefix; None if names share none, if the base has it, too, if ckptx wrote the names, or for a known class.
+    """
+    architecture, is_training_format = view.disk_architecture, view.catalog.traits.is_training_format
+    if architecture is None or architecture.known_from != FROM_SUFFIX_TABLE or not is_training_format:
+        return None
+    if view.prefix or not view.tensors or read_valid_manifest(view.catalog, []) is not None:
+        return None
+    base_names = frozenset() if base is None else base.tensors.keys()
+    if base_names and base_names <= view.tensors.keys():
+        return None
+    prefixes = _shared_prefixes(view)
+    for prefix in prefixes:
+        if base_names and all(f"{prefix}{name}" in view.tensors for name in base_names):
+            return SharedPrefix(prefix, True)
+    return SharedPrefix(prefixes[0], False) if prefixes else None
+
+
+def _shared_prefixes(view: ModelView) -> list[str]:
+    """Return the prefixes that all names share, the shortest first; the last component is the name of a parameter."""
+    names = iter(view.tensors)
+    shared = next(names).split(".")[:-1]
+    for name in names:
+        parts = name.split(".")[:-1]
+        length = next((at for at, (a, b) in enumerate(zip(shared, parts, strict=False)) if a != b), len(parts))
+        shared = shared[:length]
+    component_counts = range(1, min(len(shared), _MAX_PREFIX_COMPONENTS) + 1)
+    return ["".join(f"{component}." for component in shared[:count]) for count in component_counts]
