@@ -127,6 +127,14 @@ class TileSink:
     def __init__(
         self, on_complete: OnComplete, grid: Grid, writers: dict[int, BlockWriter], buffer: memoryview
     ) -> None:
+        """Start at the first row of the grid.
+
+        Args:
+            on_complete: Called with each complete block.
+            grid: Grid of the tensor.
+            writers: Writers by index in the grid.
+            buffer: Buffer for the rows of a tile.
+        """
         self.digest = TreeDigest()
         self._on_complete, self._grid, self._writers, self._buffer = on_complete, grid, writers, buffer
         self._tensor_remaining = grid.nbytes

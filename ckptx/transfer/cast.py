@@ -16,8 +16,6 @@ from ckptx.transfer.overflow_counts import OverflowCounts
 from ckptx.transfer.stream import Sink, push
 
 _NUMPY_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-
-
 # Unsigned integer dtype of the same width, mask that clears the sign bit, and bits of positive infinity.
 _MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
     "F64": (np.uint64, np.uint64((1 << 63) - 1), np.uint64(0x7FF << 52)),
@@ -50,7 +48,7 @@ def cast(view: memoryview, source: DType, target: DType, counts: OverflowCounts 
         if source.name == "F64":
             values = values.astype(np.float32)
         if target.name == "BF16":
-            result = _round_to_bf16(values.astype(np.float32))
+            result = round_to_bf16(values.astype(np.float32))
         else:
             result = values.astype(_NUMPY_DTYPES[target.name])
             if "F16" in (source.name, target.name):
@@ -75,7 +73,8 @@ def _count_overflows(view: memoryview, result: Any, source: str, target: str, co
         counts.underflows += int(np.count_nonzero(before) - np.count_nonzero(after))
 
 
-def _round_to_bf16(values: Any) -> Any:
+def round_to_bf16(values: Any) -> Any:
+    """Return float32 numbers rounded to bf16 (nearest, ties to even), as uint16; every NaN becomes 0x7FC0."""
     bits = values.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

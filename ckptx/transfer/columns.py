@@ -32,7 +32,16 @@ def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, 
 
 
 def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
-    """Copy `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes."""
+    """Fill the bytes `column` to `column + width` of each row of `out`.
+
+    Args:
+        out: Destination rows of `out_width` bytes.
+        out_width: Number of bytes of a destination row.
+        column: First byte to fill of each destination row.
+        rows: Source rows; the first `width` bytes of each are copied.
+        pitch: Number of bytes from one source row to the next.
+        width: Number of bytes to copy of each source row.
+    """
     if width == out_width == pitch:
         out[:] = rows[: len(out)]
     elif width >= _MIN_SLICE_WIDTH:

@@ -1,4 +1,4 @@
-"""Digest a tensor, and stream it through a cast."""
+"""Compute the digest of a tensor, and stream a tensor through a cast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUFFER_NBYTES = 1 << 20
 
 
 class DigestSink:
-    """Sink that digests a tensor and discards its bytes."""
+    """Sink that computes the digest of a tensor and discards its bytes."""
 
     def __init__(self, nbytes: int, buffer: memoryview) -> None:
         self.digest = TreeDigest()
@@ -22,9 +22,11 @@ class DigestSink:
         self._buffer = buffer
 
     def space(self, nbytes: int) -> memoryview:
+        """Return memory for the next bytes: at least one, at most `nbytes`. See `Sink`."""
         return self._buffer[: min(nbytes, self.digest.leaf_remaining)]
 
     def commit(self, view: memoryview) -> None:
+        """Add `view`, the filled part of the memory returned last, to the digest."""
         self._remaining -= len(view)
         self.digest.update(view, is_last=not self._remaining)
 
@@ -41,6 +43,9 @@ def stream_cast(
     """Send `region` of `entry` to `sink`, cast to `dtype` if it differs; for `record_parts` see `TensorReader.stream`.
 
     `counts` receives the numbers of overflows and underflows of the cast.
+
+    Raises:
+        InputError, UnsupportedError: See `TensorReader.stream`.
     """
     if entry.dtype is not dtype:
         from ckptx.transfer.cast import CastSink  # imports numpy, which most conversions do not use
@@ -52,7 +57,11 @@ def stream_cast(
 def digest_tensor(
     reader: TensorReader, entry: TensorEntry, dtype: DType, counts: OverflowCounts | None = None
 ) -> TreeDigest:
-    """Read a tensor, cast it to `dtype`, and return the digest of its row-major bytes, independent of the layout."""
+    """Read a tensor, cast it to `dtype`, and return the digest of its row-major bytes, independent of the layout.
+
+    Raises:
+        InputError, UnsupportedError: See `TensorReader.stream`.
+    """
     nbytes = dtype.nbytes(entry.numel)
     sink = DigestSink(nbytes, memoryview(bytearray(min(_BUFFER_NBYTES, max(1, nbytes)))))
     stream_cast(reader, entry, full_region(entry.shape), dtype, sink, counts=counts)

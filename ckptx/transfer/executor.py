@@ -1,8 +1,8 @@
 """Executor of a copy plan, the only code that copies tensor data.
 
-Each worker thread takes ranges of steps and copies their tensors front to back: buffers of 1 MiB are filled from the
-source, checksummed while in cache, and written to the files of the group. Results depend on the plan alone, never on
-the number of workers or their timing.
+Each worker thread takes ranges of steps and copies their tensors front to back: buffers of at most 1 MiB are filled
+from the source, checksummed while in cache, and written to the files of the group. Results depend on the plan alone,
+never on the number of workers or their timing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptx.transfer.overflow_counts import OverflowCountsByTensor
 from ckptx.transfer.plan import CopyPlan, StepRange
 from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.step_range_copier import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
-from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.stream import TensorReader, strided_row_nbytes
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ class CopyResult:
     """Result of a copy.
 
     Attributes:
-        digests: Digest of the row-major bytes of each tensor, in hex, by target name; independent of its shards.
+        digests: Digest of the row-major bytes of each tensor or pickled object, in hex, by target name; independent of
+            its shards.
         file_digests: Digest of each target file, in hex, by name.
         bytes_read: Number of bytes read from the source, including those that a resumed run only compares.
         bytes_written: Number of bytes written; less than planned if the run was resumed.
@@ -60,7 +61,10 @@ class CopyResult:
     peak_rss: int = 0
 
     def add(self, other: CopyResult) -> None:
-        """Add the result of another process, which copied other files."""
+        """Add the digests and counts of another process, which copied other files.
+
+        `was_locked`, `leftover`, `was_complete` and `peak_rss`, which describe the whole copy, do not change.
+        """
         self.digests |= other.digests
         self.file_digests |= other.file_digests
         self.bytes_read += other.bytes_read
@@ -88,16 +92,18 @@ def execute(
         plan: Copy plan.
         source: Files of the source.
         tree: Directory of the target files, which it keeps open to detect replaced files.
-        journal: Directory of the journals of finished tensors; recorded tensors are compared with the source and not
-            written again.
+        journal: Directory of the journals of finished tensors. With `resumed`, recorded tensors that are still equal in
+            source and target are not written again.
         workers: Number of threads.
-        max_memory: Memory for I/O buffers of all workers together, in bytes.
+        max_memory: Limit for the buffers of strided reads of all workers together, in bytes; the other buffers have
+            fixed sizes.
         resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
         on_progress: Called regularly in the calling thread with the number of bytes written so far.
         groups: Indices of the groups to write; None for all. The result covers only these.
 
     Raises:
         InputError: The source is corrupt.
+        UnsupportedError: A strided tensor cannot be read within `max_memory`.
         SpaceError: The disk is full.
         OutputError: The target cannot be written.
     """
@@ -114,8 +120,8 @@ class CopyExecution:
         resumed: True if files and journals of an interrupted run may exist.
         files: Indices in the plan of the files to write, sorted.
         queue: Step ranges that no worker has taken yet.
-        workers: Number of threads.
-        memory_per_worker: Memory for I/O buffers of one worker, in bytes.
+        workers: Number of threads, at most as many as `max_memory` allows to read tensors that are not row-major.
+        memory_per_worker: Limit for the buffers of strided reads of one worker, in bytes.
         result: Result, complete after `run`.
         file_digests: Digests of each target file, by index in the plan.
         target_files: Open target files, by index in the plan.
@@ -140,7 +146,9 @@ class CopyExecution:
         indices = range(len(plan.groups)) if groups is None else groups
         self.files = sorted(index for group in indices for index in plan.groups[group].files)
         self.queue = deque(step_ranges)
-        self.workers = max(1, min(workers, len(step_ranges)))
+        largest_row = max((strided_row_nbytes(step.source) for step in plan.steps()), default=0)
+        workers_in_memory = max_memory // largest_row if largest_row else workers
+        self.workers = max(1, min(workers, len(step_ranges), workers_in_memory))
         self.memory_per_worker = max_memory // self.workers
         self.result = CopyResult()
         self.file_digests = {index: FileDigests() for index in self.files}
@@ -208,7 +216,7 @@ class CopyExecution:
             self.result.records_without_crc += reader.records_without_crc
 
     def _digest_files(self) -> None:
-        """Combine the leaf digests of each file; leaves that span two step ranges are read back from the page cache."""
+        """Combine the leaf digests of each file; leaves that no worker wrote as a whole and in order are read back."""
         undigested: deque[tuple[int, int, int]] = deque()
         for index in self.files:
             nbytes = self.plan.files[index].nbytes
@@ -216,7 +224,9 @@ class CopyExecution:
             if actual != nbytes:
                 raise self._size_error(index, actual)
             undigested += [(index, *each) for each in self.file_digests[index].find_undigested_leaves(nbytes)]
-        run_threads(lambda _: self._digest_rest(undigested), min(self.workers, len(undigested)), stop=undigested.clear)
+        run_threads(
+            lambda _: self._digest_leaves(undigested), min(self.workers, len(undigested)), stop=undigested.clear
+        )
         if self.errors:
             raise self.errors[0]
         for index in self.files:
@@ -227,10 +237,10 @@ class CopyExecution:
         file = self.plan.files[index]
         return OutputError(
             f"{self.tree.path / file.name}: has {nbytes} bytes, but {file.nbytes} were written; another process "
-            "changed the staging directory, nothing was published, run again"
+            "changed the staging directory, no output was created, run again"
         )
 
-    def _digest_rest(self, undigested: deque[tuple[int, int, int]]) -> None:
+    def _digest_leaves(self, undigested: deque[tuple[int, int, int]]) -> None:
         """Digest the leaves in the queue, each given as file index, leaf index and first byte to read."""
         buffer = memoryview(bytearray(BUFFER_NBYTES))
         try:

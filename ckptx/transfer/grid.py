@@ -22,10 +22,10 @@ from ckptx.errors import InternalError
 
 
 class Cell(NamedTuple):
-    """Bytes `left` to `right` of the rows `top` to `bottom`.
+    """Bytes `left` to `right` of the rows `top` to `bottom`; the ends are exclusive.
 
-    `block` is the index of the block, `offset_in_block` the number of its bytes before the cell, which are in another
-    share.
+    `block` is the index of the block, `offset_in_block` the number of its bytes before the cell: not 0 only in a grid
+    from `slice_dim0`.
     """
 
     block: int
@@ -90,30 +90,31 @@ class Grid(NamedTuple):
         nonempty_cells = [cell for cell in self.cells if cell.nbytes]
         points = sorted({point for cell in nonempty_cells for point in (cell.top, cell.bottom)})
         for top, bottom in pairwise(points):
-            band_cells = sorted(
+            cells = sorted(
                 (cell for cell in nonempty_cells if cell.top <= top and bottom <= cell.bottom),
                 key=lambda cell: cell.left,
             )
-            if len(band_cells) == 1:
-                yield Extent(band_cells[0].block, (bottom - top) * (band_cells[0].right - band_cells[0].left))
+            if len(cells) == 1:
+                yield Extent(cells[0].block, (bottom - top) * (cells[0].right - cells[0].left))
                 continue
-            row = [Extent(cell.block, cell.right - cell.left) for cell in band_cells]
+            row = [Extent(cell.block, cell.right - cell.left) for cell in cells]
             for _ in range(bottom - top):
                 yield from row
 
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
-    """Return True if `regions` are sharded on dim 0 and at most one other dim."""
+    """Return True if `regions` are sharded on at most one dim other than dim 0."""
     dims = _sharded_dims(shape, regions)
     return not any(0 < dim < dims[-1] for dim in dims)
 
 
 def _sharded_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
+    """Return the dims in which a region is smaller than the tensor, in increasing order."""
     return [dim for dim in range(len(shape)) if any(region.sizes[dim] != shape[dim] for region in regions)]
 
 
 def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
-    """Return the grid of a tensor sharded into `regions`, on dim 0 and at most one other dim, as TP with FSDP gives.
+    """Return the grid of a tensor sharded into `regions` on at most one dim other than dim 0, as with TP and FSDP.
 
     Raises:
         InternalError: The regions are sharded on more dims.

@@ -69,11 +69,6 @@ class FileWriter:
         self._file, self._buffer, self._file_digests, self._on_write = file, buffer, digests, on_write
         self._leaf_digest = digests.partial_leaves.pop(position, None)
 
-    @property
-    def end(self) -> int:
-        """Return the position of the next byte."""
-        return self.position + self.buffered
-
     def seek(self, position: int) -> None:
         """Continue at `position`."""
         if position != self.position + self.buffered:

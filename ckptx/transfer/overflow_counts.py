@@ -1,4 +1,4 @@
-"""Number of elements that a cast makes infinite (overflow) or zero (underflow)."""
+"""Count the elements that a cast makes infinite (overflow) or zero (underflow)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OverflowCounts:
 
 
 class OverflowCountsByTensor:
-    """Overflows and underflows of all tensors of one copy; several threads may add to it."""
+    """Overflows and underflows of all tensors of one copy or comparison; several threads may add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -78,7 +78,7 @@ class CopyPlan:
         files: Files to write.
         groups: Groups of files that are written together, with their steps.
         build_frame: Function that returns the frame around a block; None for formats without frames.
-        bytes_read: Number of bytes of tensor data to read.
+        bytes_read: Number of bytes of tensors and pickled objects to read.
         bytes_written: Sum of the file sizes in bytes.
     """
 
@@ -99,12 +99,12 @@ class CopyPlan:
             names = [self.files[index].name for index in group.files]
             yield f"group {number}: {', '.join(names)}"
             for step in group.steps:
-                tensor_text = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
+                tensor = f"{step.target.name} {step.target.dtype} {list(step.target.shape)}"
                 source, target = _format_position(step.source), _format_position(step.target)
-                yield f"  {tensor_text} <- {step.source.name} {source} -> {target}"
+                yield f"  {tensor} <- {step.source.name} {source} -> {target}"
 
     def step_ranges(self) -> list[StepRange]:
-        """Return the step ranges; neighbors are in different groups, because writers of one file block each other."""
+        """Return the step ranges, those of different groups in turn, because writers of one file block each other."""
         ordered: list[tuple[int, StepRange]] = []
         for index, group in enumerate(self.groups):
             ordered += enumerate(_split_group(index, group))
@@ -120,6 +120,7 @@ def _format_position(entry: TensorEntry) -> str:
 
 
 def _split_group(index: int, group: FileGroup) -> Iterator[StepRange]:
+    """Yield the step ranges of a group, in order; a tensor of more than `STEP_RANGE_NBYTES` bytes gets several."""
     first = nbytes = 0
     for i, step in enumerate(group.steps):
         dim0_ranges = list(_split_dim0(step)) if step.target.nbytes > STEP_RANGE_NBYTES else []

@@ -37,7 +37,8 @@ def plan_copy(
         groups: Names of files that are written together; None to write each file on its own.
 
     Raises:
-        InternalError: The target is not exactly covered by its chunks, or a file is not exactly covered by blocks.
+        InternalError: A tensor has another shape in the source, the target is not exactly covered by its chunks, or a
+            file is not exactly covered by blocks.
     """
     prologues = prologues or {}
     steps = [CopyStep(entry, source.tensors[source_names[entry.name]], True) for entry in target.tensors.values()]
@@ -67,8 +68,8 @@ def plan_copy(
     return CopyPlan(
         tuple(TargetFile(name, target.files[name], prologues.get(name, b""), block_counts[name]) for name in files),
         tuple(
-            FileGroup(tuple(index_by_file[name] for name in group), tuple(inside))
-            for group, inside in zip(group_names, steps_by_group, strict=True)
+            FileGroup(tuple(index_by_file[name] for name in names), tuple(group_steps))
+            for names, group_steps in zip(group_names, steps_by_group, strict=True)
         ),
         build_frame,
         sum(step.source.nbytes for step in steps),
@@ -92,6 +93,11 @@ class _CoverageCheck:
         self._ids = ObjectIds()
 
     def check(self, step: CopyStep) -> None:
+        """Check that source and target have the same shape, and that the target is covered exactly by its chunks.
+
+        Raises:
+            InternalError: The shapes differ, or elements are missing or written twice.
+        """
         target = step.target
         if step.source.shape != target.shape:
             raise InternalError(
@@ -120,7 +126,8 @@ def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
     for block in blocks:
         if block.is_replica and block.region not in regions:
             raise InternalError(
-                f'tensor "{target.name}": a replica {block.region} of nothing was planned; {_REPORT_BUG}'
+                f'tensor "{target.name}": a replica of {block.region} was planned, but no block of this region; '
+                f"{_REPORT_BUG}"
             )
 
 

@@ -42,7 +42,13 @@ class _ColumnBlock(NamedTuple):
 
 
 class SmallSharding(NamedTuple):
-    """Sharding of a small tensor; `max_block_nbytes` is the size of its largest block, including the frame."""
+    """Sharding of a small tensor.
+
+    Attributes:
+        blocks: Blocks of the tensor.
+        nbytes: Size of the tensor in bytes.
+        max_block_nbytes: Size of the largest block in bytes, including the frame.
+    """
 
     blocks: tuple[_ColumnBlock, ...]
     nbytes: int
@@ -50,7 +56,13 @@ class SmallSharding(NamedTuple):
 
 
 class CopiedTensor(NamedTuple):
-    """Result of a copy: digest of the tensor, hash or CRC of each block, and the end of each block in its file."""
+    """Result of the copy of a small tensor.
+
+    Attributes:
+        leaf: Digest of its only leaf.
+        block_hashes: Hash or CRC-32 of each block, `HASH_NBYTES` bytes each; empty if one block is the whole tensor.
+        block_ends: Writer of the file of each block, and the position in the file at which the block ends.
+    """
 
     leaf: bytes
     block_hashes: bytes

@@ -35,8 +35,9 @@ class SplitTensor:
         records: File and record of the source -> CRC-32 of each part of it.
     """
 
-    def __init__(self, shares: int) -> None:
-        self._remaining_shares = shares
+    def __init__(self, share_count: int) -> None:
+        """Expect one call of `add` for each of `share_count` shares."""
+        self._remaining_shares = share_count
         self._lock = threading.Lock()
         self.leaves: dict[int, bytes] = {}
         self.blocks: dict[int, list[ChecksumPart]] = {}
@@ -60,11 +61,11 @@ class SplitTensor:
 
 
 def join_parts(parts: Iterable[ChecksumPart]) -> ChecksumPart:
-    """Combine contiguous parts, up to the first gap, which a share written by an earlier run leaves."""
-    begin = end = crc = 0
+    """Return the CRC-32 of the contiguous parts from offset 0 up to the first gap, as one part."""
+    end = crc = 0
     for part in sorted(parts):
         if part.offset != end:
             break
         crc = join_crc32(crc, part.crc, part.nbytes)
         end += part.nbytes
-    return ChecksumPart(begin, end, crc)
+    return ChecksumPart(0, end, crc)

@@ -56,7 +56,7 @@ class CopyContext:
         split_tensors: (group, step) of a large tensor -> shared results of the step ranges that copy parts of it.
         files: Target files by index in the plan.
         file_digests: Partial digests of target files by index in the plan.
-        digests: Digest of each finished tensor by target name, in hex.
+        digests: Digest of each finished tensor or pickled object by target name, in hex.
         overflow_counts: Number of elements that casts made infinite or zero, by target name.
         bytes_written: Number of bytes written by each worker.
         stop_event: Set when a worker failed or the run is interrupted.
@@ -91,7 +91,13 @@ class Buffers:
 class _StepSharding(NamedTuple):
     """Sharding of a tensor, shared by all tensors with the same blocks.
 
-    `is_whole` is True if one block is the whole tensor; `small` is None unless the tensor fits into a buffer.
+    Attributes:
+        grid: Grid of the tensor.
+        frames: Frame around each block; None for none.
+        block_nbytes: Size of each block in bytes, without its frame.
+        has_replicas: True if a block is a replica of another one.
+        is_whole: True if one block is the whole tensor.
+        small: The same for `SmallTensorCopier`; None unless the tensor has elements and fits into half a buffer.
     """
 
     grid: Grid
@@ -154,6 +160,7 @@ class StepRangeCopier:
         Raises:
             Cancelled: Another worker failed, or the run is interrupted.
             InputError: The source is corrupt.
+            UnsupportedError: A strided tensor cannot be read within the memory limit of the reader.
             SpaceError, OutputError: The target cannot be written.
         """
         steps = self._group.steps[self._step_range.first : self._step_range.stop]
@@ -194,6 +201,7 @@ class StepRangeCopier:
         return file_writer
 
     def _on_write(self, nbytes: int) -> None:
+        """Count bytes that are about to be written, and record finished tensors; raise Cancelled to stop."""
         if self._context.stop_event.is_set():
             raise Cancelled
         self._context.bytes_written[self._worker] += nbytes
@@ -221,8 +229,8 @@ class StepRangeCopier:
         sharding = self._shardings.get(key)
         if sharding is None:
             regions = [full_region(step.target.shape)] if blocks is None else [block.region for block in blocks]
-            replicas = blocks is not None and any(block.is_replica for block in blocks)
-            sharding = self._shardings[key] = self._make_sharding(step, regions, replicas)
+            has_replicas = blocks is not None and any(block.is_replica for block in blocks)
+            sharding = self._shardings[key] = self._make_sharding(step, regions, has_replicas)
         return sharding
 
     def _make_sharding(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
@@ -392,14 +400,12 @@ class StepRangeCopier:
             grid = self._grid_share(step, sharding)
             leaf_count = max(1, -(-grid.nbytes // digest.LEAF_NBYTES))
             hash_count = 0 if sharding.is_whole else len(grid.cells)
-            journal_entry = journal[position : position + leaf_count * _LEAF_DIGEST_NBYTES + hash_count * HASH_NBYTES]
-            if len(
-                journal_entry
-            ) < leaf_count * _LEAF_DIGEST_NBYTES + hash_count * HASH_NBYTES or not self._is_already_copied(
-                step, sharding, grid, journal_entry
-            ):
+            entry_nbytes = leaf_count * _LEAF_DIGEST_NBYTES + hash_count * HASH_NBYTES
+            journal_entry = journal[position : position + entry_nbytes]
+            is_complete = len(journal_entry) == entry_nbytes
+            if not is_complete or not self._is_already_copied(step, sharding, grid, journal_entry):
                 return number, position
-            position += len(journal_entry)
+            position += entry_nbytes
         return len(steps), position
 
     def _is_already_copied(self, step: CopyStep, sharding: _StepSharding, grid: Grid, journal_entry: bytes) -> bool:
@@ -446,7 +452,7 @@ class StepRangeCopier:
         return True
 
     def _digest_target(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
-        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, or of all bytes up to its end."""
+        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, of fewer if the file ends before."""
         tree, hasher, crc, nbytes_read = TreeDigest(), BlockHasher(), 0, 0
         buffer = self._buffers.get(0)
         while nbytes_read < nbytes:

@@ -20,7 +20,7 @@ from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.columns import insert_columns
 from ckptx.transfer.digest import crc32
 from ckptx.transfer.grid import Cell, Grid, build_grid, is_grid
-from ckptx.transfer.segments import TILE_NBYTES, Span, Strided, Tile, iterate_segments
+from ckptx.transfer.segments import TILE_NBYTES, Span, StridedRegion, Tile, iterate_segments
 from ckptx.transfer.split_tensor import ChecksumPart, RecordPart
 from ckptx.untrusted.hash_keys import packed_key
 
@@ -45,7 +45,7 @@ def push(sink: Sink, data: memoryview) -> None:
 
 
 class _FrameBuffers(NamedTuple):
-    """Expected bytes around the elements of an archive, and memory for the actual ones."""
+    """Expected bytes around the elements of an archive, and memory for the actual ones, `nbytes` in all."""
 
     head: bytes
     before_crc: bytes
@@ -91,20 +91,53 @@ class _ArchiveSlot(NamedTuple):
         return cls(cell.top * pitch, cell.bottom * pitch, pitch, cell.left, width, cell.nbytes, frame)
 
 
+def strided_row_nbytes(entry: TensorEntry) -> int:
+    """Return the minimum memory for reading chunks that are not row-major, in bytes.
+
+    It is the distance in the file from the first to the last element of one index of the first dim with several
+    indices, which `TensorReader` reads at once. 0 if all chunks are row-major, or not located yet.
+    """
+    if type(entry.chunks) is not tuple:
+        return 0
+    min_nbytes = 0
+    for chunk in entry.chunks:
+        strides, sizes = chunk.strides, chunk.region.sizes
+        if strides is not None and chunk.region.numel:
+            row_dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+            inner = [dim for dim in range(len(sizes)) if dim != row_dim and strides[dim] <= strides[row_dim]]
+            span = sum((sizes[dim] - 1) * strides[dim] for dim in inner) + 1
+            min_nbytes = max(min_nbytes, span * entry.dtype.itemsize)
+    return min_nbytes
+
+
 class TensorReader:
     """Reader of the tensors of one checkpoint; each thread has its own.
 
     Attributes:
+        files: Files of the checkpoint.
         bytes_read: Number of bytes read from the files so far.
         records_without_crc: Number of records without a CRC so far.
     """
 
-    def __init__(self, files: SourceFiles, max_memory: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        max_memory: int = 64 << 20,
+        checked_records: set[tuple[str, Record]] | None = None,
+    ) -> None:
+        """Store the files without reading them.
+
+        Args:
+            files: Files of the checkpoint; they must stay open.
+            max_memory: Limit for the buffers of strided reads, in bytes.
+            checked_records: File and record of each record that was already checked; readers that share this set check
+                a record that they read in parts only once. None for a set of its own.
+        """
         self.files = files
         self.bytes_read = 0
         self.records_without_crc = 0
         self._max_memory = max_memory
-        self._checked_records: set[tuple[str, Record]] = set()
+        self._checked_records = set[tuple[str, Record]]() if checked_records is None else checked_records
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
@@ -134,7 +167,7 @@ class TensorReader:
                 self._read_span(entry, segment, running_crcs, sink)
             elif type(segment) is Tile:
                 self._read_tile(entry, segment, running_crcs, sink)
-            elif type(segment) is Strided:
+            elif type(segment) is StridedRegion:
                 self._read_strided(entry, segment, sink)
         for index, crc in running_crcs.items():
             chunk = entry.chunks[index]
@@ -266,8 +299,14 @@ class TensorReader:
             self._grids[key] = build_grid(entry.dtype, entry.shape, regions) if is_grid(entry.shape, regions) else None
         return self._grids[key]
 
-    def _start_crcs(self, entry: TensorEntry, region: Region, is_share: bool) -> dict[int, int]:
-        """Return {index: 0} for chunks whose CRC-32 is computed while streaming; check others in a separate read."""
+    def _start_crcs(self, entry: TensorEntry, region: Region, accepts_parts: bool) -> dict[int, int]:
+        """Return {index: 0} for chunks whose CRC-32 is computed while streaming; check others in a separate read.
+
+        Args:
+            entry: Tensor to read.
+            region: Region of the tensor.
+            accepts_parts: True if the CRC-32 of a part of a record is computed, too, for `record_parts` of `stream`.
+        """
         running_crcs: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
             record = chunk.record
@@ -280,8 +319,8 @@ class TensorReader:
             if record.crc is None:
                 self._count_without_crc(chunk.file, record)
                 continue
-            is_all = record.offset == chunk.offset and record.nbytes == chunk.nbytes and chunk.strides is None
-            if is_all and (is_inside or is_share):
+            is_whole_record = record.offset == chunk.offset and record.nbytes == chunk.nbytes
+            if is_whole_record and chunk.strides is None and (is_inside or accepts_parts):
                 running_crcs[index] = 0
             else:
                 self._check_record(entry.name, chunk, record)
@@ -293,6 +332,7 @@ class TensorReader:
             self.records_without_crc += 1
 
     def _check_record(self, name: str, chunk: Chunk, record: Record) -> None:
+        """Read a whole record and compare its CRC-32, unless it was checked before."""
         if (chunk.file, record) in self._checked_records:
             return
         self._checked_records.add((chunk.file, record))
@@ -328,11 +368,11 @@ class TensorReader:
     def _read_span(self, entry: TensorEntry, span: Span, running_crcs: dict[int, int], sink: Sink) -> None:
         index, offset, remaining = span
         file = entry.chunks[index].file
-        checked = index in running_crcs
+        has_crc = index in running_crcs
         while remaining:
             view = sink.space(remaining)
             self._read_into(file, offset, view, entry.name)
-            if checked:
+            if has_crc:
                 running_crcs[index] = crc32(view, running_crcs[index])
             offset += len(view)
             remaining -= len(view)
@@ -363,7 +403,7 @@ class TensorReader:
                 push(sink, out)
             row += max(1, count)
 
-    def _read_strided(self, entry: TensorEntry, strided: Strided, sink: Sink) -> None:
+    def _read_strided(self, entry: TensorEntry, strided: StridedRegion, sink: Sink) -> None:
         """Send a region of a chunk that is not row-major, some rows at a time, so that memory stays bounded.
 
         Dims with a longer stride than the row dim are looped, one read each; the dims inside them are read as one
@@ -388,6 +428,18 @@ class TensorReader:
             push(sink, self._gather(entry, chunk, origin, rows, row_dim))
 
     def _gather(self, entry: TensorEntry, chunk: Chunk, origin: int, sizes: list[int], row_dim: int) -> memoryview:
+        """Return a part of a chunk in row-major order, in a buffer that the next read reuses.
+
+        Args:
+            entry: Tensor of the chunk.
+            chunk: Chunk with strides.
+            origin: Position in the chunk of the first element, in elements.
+            sizes: Size of each dim of the part.
+            row_dim: Dim of the rows; dims with a longer stride are looped.
+
+        Raises:
+            UnsupportedError: One span is larger than the memory limit.
+        """
         from ckptx.transfer import strided_copy
 
         strides, itemsize = chunk.strides, entry.dtype.itemsize

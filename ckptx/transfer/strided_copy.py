@@ -1,4 +1,4 @@
-"""Strided copies in memory; the only part of a copy that requires numpy, imported when a tensor needs it."""
+"""Strided copies in memory. They require numpy, so this module is imported only when a tensor needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 
 
 def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryview, pitch: int, width: int) -> None:
-    """Copy `width` bytes every `pitch` bytes of `rows` to `column` of rows of `out_width` bytes, with numpy."""
+    """Fill the bytes `column` to `column + width` of each row of `out`, with numpy; see `columns.insert_columns`."""
     target = np.frombuffer(out, np.uint8).reshape(-1, out_width)
     if pitch == width:
         source = np.frombuffer(rows, np.uint8)[: target.shape[0] * width].reshape(-1, width)
@@ -19,7 +19,7 @@ def insert_columns(out: memoryview, out_width: int, column: int, rows: memoryvie
 
 
 def extract_columns(out: memoryview, rows: memoryview, pitch: int, column: int, width: int) -> None:
-    """Copy `width` bytes at `column` of each row of `pitch` bytes, with numpy."""
+    """Fill `out` with the bytes `column` to `column + width` of each row, with numpy; see `columns.extract_columns`."""
     target = np.frombuffer(out, np.uint8).reshape(-1, width)
     source = np.frombuffer(rows, np.uint8)[: target.shape[0] * pitch].reshape(-1, pitch)
     target[:] = source[:, column : column + width]

@@ -18,7 +18,7 @@ from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, InternalError
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.storage import open_file
 from ckptx.transfer import block_writers
 from ckptx.transfer import digest as digest_module
@@ -97,7 +97,7 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
     catalog = Catalog(Path(), "dcp", {})
     for name, (dtype_name, shape, placement) in CUTS.items():
         dtype = DTYPES_BY_NAME[dtype_name]
-        blocks = shard_tensor(shape, placement, dims, replicate)
+        blocks = blocks_of_stage(shape, placement, dims, replicate)
         lengths, offsets = [], array("q")
         for block in blocks:
             frame = torch_zip.archive_frame(dtype, block.region.sizes) if framed else None

@@ -18,11 +18,13 @@ from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.reader import open_huggingface
 from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.storage import open_file
+from ckptx.storage.interface import SourceFiles
 from ckptx.transfer import digest as digest_module
 from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
+from ckptx.transfer.stream import TensorReader
 from tests.support.checkpoint_writers import Value, archive, flip, tree_bytes, value, write_hf
 from tests.support.memory_storage import MemoryPath, source_of, tree_of
 from tests.transfer.test_digest import defined
@@ -281,6 +283,22 @@ def test_the_error_of_a_worker_reaches_the_caller(hf: MemoryPath, place: MemoryP
     file.write_bytes(file.read_bytes()[: plan.groups[1].steps[-1].source.chunks[0].offset])
     with pytest.raises(InputError, match="the file is truncated"):
         copy(plan, hf, place, workers=3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_share_the_memory(
+    hf: MemoryPath, place: MemoryPath, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+
+    class Reader(TensorReader):
+        def __init__(self, files: SourceFiles, max_memory: int) -> None:
+            limits.append(max_memory)
+            super().__init__(files, max_memory)
+
+    monkeypatch.setattr("ckptx.transfer.executor.TensorReader", Reader)
+    copy(planned(hf)[0], hf, place, workers=workers)
+    assert limits and set(limits) == {(16 << 20) // len(limits)} and len(limits) <= workers
 
 
 def broken(target: Catalog, how: str) -> Mapping[str, TensorEntry]:

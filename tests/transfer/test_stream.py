@@ -210,6 +210,22 @@ def test_a_transposed_matrix(place: MemoryPath) -> None:
     assert files.stream(room=4096) == array.tobytes()
 
 
+def test_a_transposed_matrix_is_read_by_its_columns(place: MemoryPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = numbers((30, 20), 2)
+    files = Files(place, "BF16", array.shape, crc=False)
+    files.add(full_region(array.shape), *stored(array, full_region(array.shape), (1, 0)))
+    reads: list[int] = []
+    read_into = TensorReader._read_into
+
+    def counted(reader: TensorReader, file: str, offset: int, view: memoryview, name: str) -> None:
+        reads.append(len(view))
+        read_into(reader, file, offset, view, name)
+
+    monkeypatch.setattr(TensorReader, "_read_into", counted)
+    assert files.stream(room=4096) == array.tobytes()
+    assert reads == [30 * 2] * 20
+
+
 def test_channels_last(place: MemoryPath) -> None:
     array = numbers((2, 3, 4, 5), 4)
     files = Files(place, "F32", array.shape)
