@@ -21,9 +21,9 @@ from ckptx.transfer.stream import TensorReader
 
 
 def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
-    """Return the result that a copy would have, from files that were written before.
+    """Return the digests and overflows that a copy would have, if files that were written before have the same bytes.
 
-    All of the source is read, and all of the files as a loader reads them.
+    The source and the files, as a loader reads them, are read up to the first difference.
 
     Args:
         target: The directory of the files.
@@ -32,7 +32,8 @@ def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, 
         max_memory: Memory limit for buffers, in bytes.
 
     Returns:
-        None if the files of `plan` in `target` have other bytes than the source.
+        The result, without digests of files; None if the files of `plan` in `target` have other bytes than a copy would
+        write, or cannot be read as a checkpoint.
 
     Raises:
         InputError: The source is corrupt.

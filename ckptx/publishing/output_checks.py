@@ -27,10 +27,11 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists and is not an empty directory, or that a rename cannot replace.
+    """Refuse a target that exists and is not a directory, is not empty unless `overwrite` is set, or cannot be renamed.
 
     Raises:
-        OutputError: It is a file, a mount point, the current directory, or it is not empty and `overwrite` is not set.
+        OutputError: It is not a directory, cannot be listed, is or contains a mount point or the current directory, or
+            is not empty and `overwrite` is not set.
     """
     if not os.path.lexists(target):
         return
@@ -78,7 +79,7 @@ _OCTAL_ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # mountinfo escapes spaces in
 
 
 def refuse_overlap(source: Path, target: Path) -> None:
-    """Refuse a source and a target that contain each other, with links and mounts resolved.
+    """Refuse a source and a target of which one contains the other, with links and mounts resolved.
 
     Raises:
         OutputError: One contains the other.
@@ -89,7 +90,7 @@ def refuse_overlap(source: Path, target: Path) -> None:
 
 
 def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
-    """Refuse a target that contains a file of the input with links resolved, or that is in their cache.
+    """Refuse a target that contains a file of the input, links resolved, or that is in the Hub cache directory of one.
 
     A snapshot in the Hub cache contains links into the sibling `blobs`: replacing `blobs` would delete the weights.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
@@ -26,9 +26,11 @@ from ckptx.storage.files import output_errors
 from ckptx.storage.interface import local_path
 from ckptx.transfer.digest import file_digest
 from ckptx.untrusted.printable import one_line
+from ckptx.wording import counted
 
 _BLOCK_NBYTES = 1 << 20
 _MAX_LISTED = 3  # unrelated files that an error message names
+_MAX_REMOVED = 20  # removed files that a note names
 
 _WEIGHTS = re.compile(
     r"\.metadata|.+\.(safetensors|distcp|gguf)|.+\.(safetensors|bin|h5|msgpack)\.index\.json|"
@@ -87,17 +89,52 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
         )
 
 
+def list_removed_files(target: Path, written_names: Collection[str]) -> list[str]:
+    """List the files that are lost when a checkpoint is replaced, such as a README.md that the user wrote.
+
+    Weights and files as ckptx wrote them are not listed. Without a valid manifest, nothing is known about the writer of
+    a file, and only those that the new output does not have are listed.
+
+    Args:
+        target: Directory that will be replaced; may be absent.
+        written_names: Names of the files of the new output.
+    """
+    resolved = Path(os.path.realpath(target))
+    digests = _read_digests(resolved)
+    try:
+        with DirectoryHandle.open_path(resolved) as directory:
+            return sorted(
+                name
+                for name, _ in directory.walk()
+                if name != MANIFEST
+                and (digests is not None or name not in written_names)
+                and not _WEIGHTS.fullmatch(PurePosixPath(name).name)
+                and not _is_written_by_ckptx(directory, name, digests or {})
+            )
+    except (CkptxError, OSError):
+        return []  # absent; other errors are reported where it is replaced
+
+
+def removal_note(target: Path, names: Sequence[str], *, dry_run: bool) -> str:
+    """Return the note that lists the files that were lost when a checkpoint was replaced."""
+    verb = "would remove" if dry_run else "removed"
+    listed = ", ".join(one_line(name) for name in names[:_MAX_REMOVED])
+    more = f" and {len(names) - _MAX_REMOVED} more" if len(names) > _MAX_REMOVED else ""
+    return f"{target}: --overwrite {verb} {counted(len(names), 'file')} of the old directory: {listed}{more}"
+
+
 def refuse_input_files(catalog: Catalog, target: Path) -> None:
-    """Refuse a target that contains a file of an input, with links resolved.
+    """Refuse a target that contains a file of an input; see `refuse_files_inside`.
 
     Raises:
-        OutputError: It contains one.
+        OutputError: Target and input overlap.
     """
     names = {*catalog.identities, *catalog.files, *(sidecar.name for sidecar in catalog.sidecars), *catalog.verbatim}
     refuse_files_inside((local_path(catalog.root / name) for name in sorted(names)), target)
 
 
 def _is_checkpoint(root: Path) -> bool:
+    """Return True if a directory can be opened as a checkpoint, and not only a directory in it."""
     try:
         return local_path(open_checkpoint(root).root).samefile(root)
     except (CkptxError, OSError):
@@ -108,7 +145,7 @@ def _read_digests(root: Path) -> Mapping[str, str] | None:
     """Return the digest of each file that ckptx wrote, by name, or None without a valid manifest."""
     try:
         manifest = read_manifest(root / MANIFEST)
-        return {name: row.digest for name, row in {**manifest.files, **manifest.sidecars}.items()}
+        return {name: file.digest for name, file in {**manifest.files, **manifest.sidecars}.items()}
     except (CkptxError, OSError):
         return None
 
@@ -116,6 +153,7 @@ def _read_digests(root: Path) -> Mapping[str, str] | None:
 def _iterate_unrelated_files(
     directory: DirectoryHandle, digests: Mapping[str, str], backup: DirectoryHandle | None
 ) -> Iterator[str]:
+    """Yield the relative path of each file, link or special file that does not belong to the checkpoint."""
     for name, status in directory.walk():
         if stat.S_ISLNK(status.st_mode):
             is_unrelated = not is_known_name(name)

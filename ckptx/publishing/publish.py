@@ -47,12 +47,13 @@ class Job:
         plan: Copy plan of the tensor files.
         source: The checkpoint from which tensors are read.
         sidecars: Name in the output -> file to copy, or bytes to write.
-        settings: Other settings that determine the bytes; a resumed run must have equal ones.
+        settings: Settings other than `plan` that determine the bytes; a run resumes another only if they are equal.
         build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
         opened_catalog: Catalog of the source as it was when it was opened.
         are_source_decisions_unchanged: Repeats decisions on the current contents of the source; True if they are equal.
         validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
-        check_staged_files: Checks the finished tensor files in the staged tree before the commit markers are written.
+        check_staged_files: Raises an error if the finished tensor files in the staging directory are wrong; called
+            before the commit markers are written.
         markers: Name and bytes of the commit markers (index, `.metadata`), in the order to write them.
     """
 
@@ -73,8 +74,13 @@ class Job:
         Raises:
             InputError: A name leads out of the output, or two files have the same name.
         """
+        refuse_conflicting_names(self.file_names)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of all files of the output."""
         tensor_files = (file.name for file in self.plan.files)
-        refuse_conflicting_names((*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST))
+        return (*tensor_files, *self.sidecars, *(name for name, _ in self.markers), MANIFEST)
 
     @property
     def nbytes(self) -> int:
@@ -111,14 +117,14 @@ def publish(
         target: Output directory.
         files: Files of the source.
         workers: Number of threads.
-        max_memory: Memory limit for I/O buffers, in bytes.
+        max_memory: Memory limit of the buffers for non-contiguous tensors, in bytes.
         overwrite: Replace an existing target.
         resume: Resume an interrupted run.
         on_progress: Called periodically with the number of bytes written.
         processes: The other processes that write the same output; None for a single process.
         other_sources: Other checkpoints from which the output is made.
         check_replaceable: Raises OutputError for a directory that must not be replaced.
-        claim: Claims the target in its storage.
+        claim: Claims the target in its storage; by default on a local file system.
 
     Returns:
         The result of the copy, which wrote nothing if `resume` is set and the output was complete already. None on
@@ -131,6 +137,8 @@ def publish(
     identities = collect_identities(job.source, *other_sources)
     if processes is not None and processes.rank:
         return _write_share(job, target, files, workers, max_memory, on_progress, processes, identities)
+    if processes is not None:
+        processes.wait_for_store()  # another process with rank 0 is reported as that, not as another run
     failure_scope = processes.shared_failure() if processes is not None else nullcontext()
     with (
         claim(target, overwrite=overwrite, resume=resume, check_replaceable=check_replaceable) as staging,
@@ -148,7 +156,7 @@ def publish(
         resumed = _prepare_staging(job, staging, identities, resume)
         _logger.info("staged in %s%s", staging.output.path, ", resuming an interrupted run" if resumed else "")
         if processes is not None:
-            processes.send("plan", {"agreed": _describe_job(job, files), "resumed": resumed})
+            processes.send("plan", {"job": _describe_job(job, files), "resumed": resumed})
         result = execute(
             job.plan,
             files,
@@ -163,7 +171,7 @@ def publish(
         result.was_locked = staging.is_locked
         if processes is not None:
             for rank in range(1, processes.world_size):
-                result.add(CopyResult(**processes.receive(rank, "outcome")))
+                result.add(CopyResult(**processes.receive(rank, "result")))
         job.validate_result(result)
         _require_unchanged_source(job, result, files, identities, max_memory)
         expected = staging.output.describe_expected({file.name: file.nbytes for file in job.plan.files})
@@ -174,10 +182,10 @@ def publish(
         if processes is not None:
             processes.send("written", True)
             for rank in range(1, processes.world_size):
-                result.peak_rss = max(result.peak_rss, processes.receive(rank, "held"))
+                result.peak_rss = max(result.peak_rss, processes.receive(rank, "peak_rss"))
         staging.publish(expected)
         result.leftover = _leftover_path(staging)
-        _logger.info("published as %s", target)
+        _logger.info("moved into place as %s", target)
     if processes is not None:
         processes.send("published", True)
     return result
@@ -225,7 +233,7 @@ def _prepare_staging(job: Job, staging: Publisher, identities: FileIdentities, r
     resumed = staging.begin(plan, resume)
     if resumed:
         staging.output.remove_others({file.name for file in job.plan.files})
-    staging.require_space(job.nbytes - staging.output.allocated_bytes())
+    staging.require_space(job.nbytes + manifest_size(job) - staging.output.allocated_bytes())
     return resumed
 
 
@@ -244,7 +252,7 @@ def _write_share(
     message = processes.receive(0, "plan")
     if message == "complete":
         return None
-    if not is_same_source(message["agreed"], _describe_job(job, files)):
+    if not is_same_source(message["job"], _describe_job(job, files)):
         raise InputError(
             f"{job.source.root}: the checkpoint or the options of rank {processes.rank} differ from those of rank 0; "
             "start all ranks with the same options, on a directory that all nodes share"
@@ -264,18 +272,18 @@ def _write_share(
         _require_unchanged_source(job, result, files, identities, max_memory)
         tree.fsync_tracked()  # rank 0 may be on another node
         written_names = set(result.file_digests)
-        processes.send("outcome", asdict(result))
+        processes.send("result", asdict(result))
         processes.receive(0, "written")
         tree.verify_status(
             tree.describe_expected({file.name: file.nbytes for file in job.plan.files if file.name in written_names})
         )
-        processes.send("held", peak_memory())
+        processes.send("peak_rss", peak_memory())
         processes.receive(0, "published")
     return result
 
 
 def _check_staged_files(job: Job, result: CopyResult, staging: Publisher, expected: Mapping[str, ExpectedFile]) -> None:
-    """Run the check of the job on the finished tensor files; report changes by other processes as such."""
+    """Run `Job.check_staged_files`; if another process changed the files, raise an error that says so instead."""
 
     def require_unchanged_files() -> None:
         staging.verify_claim()
@@ -298,7 +306,11 @@ def _describe_job(job: Job, files: SourceFiles) -> dict[str, str]:
 def _write_other_files(
     output: OutputTree, job: Job, result: CopyResult, identities: FileIdentities
 ) -> dict[str, ExpectedFile]:
-    """Write all files but the tensor files: sidecars, markers, and finally the manifest."""
+    """Write all files but the tensor files: sidecars, markers, and finally the manifest.
+
+    Returns:
+        The files that were written by name, as `Publisher.publish` takes them.
+    """
     expected: dict[str, ExpectedFile] = {}
 
     def write(name: str, data: StoredFile | bytes) -> dict[str, Any]:
@@ -317,14 +329,17 @@ def _write_other_files(
         return {"bytes": nbytes, "digest": tree_digest(leaves).hex()}
 
     sidecars = {name: write(name, data) for name, data in sorted(job.sidecars.items())}
-    rows = {file.name: {"bytes": file.nbytes, "digest": result.file_digests[file.name]} for file in job.plan.files}
-    rows |= {name: write(name, data) for name, data in job.markers}
-    write(MANIFEST, _encode_job_manifest(job, result, rows, sidecars))
+    files = {file.name: {"bytes": file.nbytes, "digest": result.file_digests[file.name]} for file in job.plan.files}
+    files |= {name: write(name, data) for name, data in job.markers}
+    write(MANIFEST, _encode_job_manifest(job, result, files, sidecars))
     return expected
 
 
 def _assign_groups(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
-    """Return the groups that this rank writes: groups are assigned by size, each to the rank with the least bytes."""
+    """Return the indices of the file groups that this rank writes.
+
+    Groups are assigned from the largest to the smallest, each to the rank with the fewest bytes.
+    """
     sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
     loads = [(0, rank) for rank in range(processes.world_size)]
     own_groups = []
@@ -351,7 +366,7 @@ def _add_peer_checks(on_progress: Callable[[int], None], processes: PeerProcesse
 def _find_existing_result(
     staging: Publisher, job: Job, files: SourceFiles, identities: FileIdentities, max_memory: int
 ) -> CopyResult | None:
-    """Return the result of a copy whose target is complete already, or None if it is not.
+    """Return the result that a copy would have if the target is already complete, or None if it is not.
 
     Checks the manifest at the target, the files on disk, and that a new run would write the same manifest.
 
@@ -368,14 +383,13 @@ def _find_existing_result(
         return None
     job.validate_result(result)
     _require_unchanged_source(job, result, files, identities, max_memory)
-    rows, sidecars = (
-        {name: row._asdict() for name, row in each.items()} for each in (manifest.files, manifest.sidecars)
+    described_files, sidecars = (
+        {name: {"bytes": file.nbytes, "digest": file.digest} for name, file in each.items()}
+        for each in (manifest.files, manifest.sidecars)
     )
-    for row in (*rows.values(), *sidecars.values()):
-        row["bytes"] = row.pop("nbytes")
     if set(sidecars) != set(job.sidecars):
         return None
-    new_manifest = parse_manifest(_encode_job_manifest(job, result, rows, sidecars), manifest.path)
+    new_manifest = parse_manifest(_encode_job_manifest(job, result, described_files, sidecars), manifest.path)
     return result if new_manifest == manifest else None
 
 
@@ -394,7 +408,7 @@ def _read_target_manifest(staging: Publisher) -> Manifest | None:
 def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: FileIdentities) -> bool:
     """Return True if tensor files, markers and sidecars at the target have the expected bytes; reads all of them."""
     try:
-        expected_digests = {name: row.digest for name, row in manifest.files.items()}
+        expected_digests = {name: file.digest for name, file in manifest.files.items()}
         expected_digests |= {name: bytes_digest_hex(data) for name, data in job.markers}
         for name, data in job.sidecars.items():
             expected_digests[name] = tree_digest(
@@ -408,7 +422,7 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: File
 
 
 def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
-    """Return True if the target matches the job in names, dtypes, sizes and markers; tensor data is not read."""
+    """Return True if names, dtypes, sizes and markers match the job, without other weights; reads no tensor data."""
     expected_sizes = {file.name: file.nbytes for file in job.plan.files} | {
         name: len(data) for name, data in job.markers
     }
@@ -416,7 +430,7 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
         files, tensors = manifest.files, manifest.tensors
         with output_read_failures():
             return (
-                {name: row.nbytes for name, row in files.items()} == expected_sizes
+                {name: file.nbytes for name, file in files.items()} == expected_sizes
                 and not stray_notes(target.listing(), {*expected_sizes, *job.sidecars}, _WEIGHT_SUFFIXES)
                 and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
                 and all(files[name].digest == bytes_digest_hex(data) for name, data in job.markers)

@@ -47,7 +47,7 @@ def check_report_path(path: str | Path) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise OutputError(f"{path}: is {kind}; choose a new file, or an earlier report or page of ckptx")
+        raise OutputError(f"{path}: is {kind}; choose a new file, or an earlier report or HTML page of ckptx")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with OpenFile(descriptor, path) as file:
@@ -55,7 +55,9 @@ def check_report_path(path: str | Path) -> None:
     except OSError as error:
         raise OutputError(f"{path}: cannot be read: {error.strerror}; choose another file") from error
     if not is_earlier:
-        raise OutputError(f"{path}: exists and is not a report or page of ckptx; choose another file, or remove it")
+        raise OutputError(
+            f"{path}: exists and is not a report or HTML page that ckptx wrote; choose another file, or remove it"
+        )
 
 
 def is_earlier_output(file: OpenFile) -> bool:
@@ -72,6 +74,7 @@ def write_text(path: str | Path, text: str) -> None:
 
     Raises:
         OutputError: The path is not allowed or cannot be written.
+        UnsupportedError: The path is a URL.
     """
     check_report_path(path)
     path = Path(path)

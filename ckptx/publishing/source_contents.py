@@ -16,7 +16,7 @@ from ckptx.errors import CkptxError, StorageFailure
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.registry import open_checkpoint
-from ckptx.publishing.source_state import FileIdentities, header_texts
+from ckptx.publishing.source_state import FileIdentities, header_strings
 from ckptx.storage.files import changed_error
 from ckptx.storage.interface import SourceFiles, StoredFile, relative_name
 from ckptx.transfer.digest_sink import digest_tensor
@@ -38,7 +38,7 @@ def require_unchanged(
     """Check that the source is unchanged since it was copied.
 
     Args:
-        identities: Identities of its files when it was opened.
+        identities: Identities of its files when it was opened; those of unchanged files are updated.
         plan: Plan of the copy.
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
@@ -67,19 +67,18 @@ def require_unchanged(
     reader = TensorReader(files, max_memory)
     for step in plan.steps():
         expected = digests.get(step.target.name)
-        if expected is None or names.isdisjoint(_iterate_chunk_files(step.source)):
+        stored_names = {stored for file in _iterate_chunk_files(step.source) for stored in files.stored_names(file)}
+        if expected is None or names.isdisjoint(stored_names):
             continue
         if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != expected:
-            raise changed_error(
-                opened_catalog.root / next(name for name in _iterate_chunk_files(step.source) if name in names)
-            )
+            raise changed_error(opened_catalog.root / min(names & stored_names))
     if identities.find_touched() != touched:
         raise changed_error(first)
     identities.accept(touched)
 
 
 def _is_config_unchanged(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
-    """Return True if the file still contains the config of every checkpoint that uses it."""
+    """Return True if the config file still equals the config of every checkpoint that was opened with it."""
     directory = config.location.parent
     config_users = [each for each in catalogs if each.config is not None and config_source(each).location == directory]
     return all(read_json_object(*config) == each.config for each in config_users)
@@ -93,7 +92,7 @@ def _has_same_catalog(opened: Catalog) -> bool:
         raise
     except CkptxError:
         return False
-    return list(header_texts(reopened)) == list(header_texts(opened))
+    return list(header_strings(reopened)) == list(header_strings(opened))
 
 
 def _iterate_chunk_files(entry: TensorEntry) -> Iterator[str]:

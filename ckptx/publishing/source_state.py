@@ -14,8 +14,8 @@ from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
-# Samples of tensor data that ranks compare before they begin, spread evenly over the files: enough to distinguish two
-# steps of a training run, and fast to read.
+# Number and size of the samples of tensor data that ranks compare before they begin, spread evenly over the files:
+# enough to distinguish two steps of a training run, and fast to read.
 _SAMPLE_COUNT, _SAMPLE_NBYTES = 512, 256
 
 
@@ -61,7 +61,7 @@ class FileIdentities:
         return touched
 
     def accept(self, touched: Mapping[Location, FileIdentity]) -> None:
-        """Record the current identities of files whose contents are unchanged."""
+        """Replace the identities of files whose contents are unchanged by their current ones, from `find_touched`."""
         self.by_location.update(touched)
 
     def describe_tensor_files(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
@@ -70,9 +70,9 @@ class FileIdentities:
         If they are equal, contents that are reused are compared, because these values do not reveal a file that was
         rewritten in place.
         """
-        rows = ((name, self.source.identities[name]) for name in self.source.files)
+        identities = ((name, self.source.identities[name]) for name in self.source.files)
         # Without the device number, which may change when a disk is mounted again.
-        return [(name, identity.version, identity.device_and_inode[1:]) for name, identity in rows]
+        return [(name, identity.version, identity.device_and_inode[1:]) for name, identity in identities]
 
     def iterate_blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
         """Iterate over bytes, or the contents of a file, `size` bytes at a time.
@@ -114,39 +114,40 @@ def describe_source(source: Catalog, files: SourceFiles, *values: str) -> dict[s
         values: Other values that must be equal.
 
     Returns:
-        `digest` of headers, sizes, times and samples of the data; `place`, equal for ranks that see the same file
-        systems; and `files`, which then must be equal, too.
+        `digest`, of headers, sizes, times, samples of the data, and `values`; `mount`, equal for processes on one
+        machine with the same mounts; and `inodes`, a digest of the inodes of the files, to compare if `mount` is equal.
     """
     states = [(name, source.identities[name].version) for name in source.files]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *values)]
-    leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_texts(source)]
+    leaves += [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in header_strings(source)]
     leaves += [leaf_digest(sample) for sample in _iterate_samples(source, files)]
     inodes = [(name, source.identities[name].device_and_inode) for name in source.files]
     return {
         "digest": tree_digest(leaves).hex(),
-        "place": _mount_id(),
-        "files": leaf_digest(repr(inodes).encode("utf-8", "surrogatepass")).hex(),
+        "mount": _mount_id(),
+        "inodes": leaf_digest(repr(inodes).encode("utf-8", "surrogatepass")).hex(),
     }
 
 
 def is_same_source(other: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Return True if two ranks have the same checkpoint and options."""
-    is_same_mount = bool(own["place"]) and other["place"] == own["place"]
-    return other["digest"] == own["digest"] and (not is_same_mount or other["files"] == own["files"])
+    """Return True if two ranks have the same checkpoint and options, given their results of `describe_source`."""
+    is_same_mount = bool(own["mount"]) and other["mount"] == own["mount"]
+    return other["digest"] == own["digest"] and (not is_same_mount or other["inodes"] == own["inodes"])
 
 
-def header_texts(source: Catalog) -> Iterator[str]:
-    """Yield everything that was read to open a checkpoint, tensor by tensor, then objects, config and headers."""
+def header_strings(source: Catalog) -> Iterator[str]:
+    """Yield strings that are equal for checkpoints with the same tensors, objects, config and other headers."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
         chunk_list = chunks.archives if isinstance(chunks, LazyChunks) else chunks
         yield repr((name, entry.dtype.name, entry.shape, [chunk[:5] for chunk in chunk_list]))
     yield repr([tuple(entry) for entry in source.objects.values()])
     yield json.dumps(source.config, sort_keys=True, default=repr)
-    yield from (repr(row) for row in sorted(source.verbatim.items()))
+    yield from (repr(item) for item in sorted(source.verbatim.items()))
 
 
 def _iterate_samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
+    """Yield samples of the bytes of each file, at equal distances."""
     count_per_file = max(3, _SAMPLE_COUNT // max(1, len(source.files)))
     for name, nbytes in source.files.items():
         for offset in _sample_offsets(nbytes, count_per_file):

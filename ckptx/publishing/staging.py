@@ -74,6 +74,7 @@ class Staging:
         Raises:
             OutputError: The target exists and must not be overwritten, another run is writing it, or its parent is
                 not writable.
+            SpaceError: The storage is full.
         """
         self.target = Path(os.path.realpath(target))
         self.tree_path, self.journal_path = staging_paths(self.target)
@@ -92,6 +93,8 @@ class Staging:
                 self._spare_descriptors.append(os.dup(self._parent.descriptor))
         except OSError as error:
             self._close()
+            if isinstance(error, FileExistsError):  # of `mkdir`, for a parent that is no directory
+                raise OutputError(f"{self.target.parent}: not a directory; choose another DST") from error
             raise write_error(self.root, error) from error
         try:
             self._acquire()
@@ -302,6 +305,7 @@ class Staging:
         Raises:
             OutputError: Files are missing or were changed, the staging directory was removed or replaced, or another
                 process created the target.
+            SpaceError: The storage is full.
         """
         try:
             self.output.fsync_and_verify(expected)
@@ -336,8 +340,8 @@ class Staging:
         """
         if not self._is_claim_valid():
             raise OutputError(
-                f"{self.target}: another ckptx is writing it, too, on a file system without locks; nothing was "
-                "published, run one after the other"
+                f"{self.target}: another ckptx is writing it, too, on a file system without locks; no output was "
+                "created, run one after the other"
             )
         for directory, parent, name in (
             (self._root, self._parent, self.root.name),
@@ -345,7 +349,7 @@ class Staging:
         ):
             if not directory.is_entry_of(parent, name):
                 raise OutputError(
-                    f"{parent.path / name}: was removed or replaced by another process; nothing was published, run "
+                    f"{parent.path / name}: was removed or replaced by another process; no output was created, run "
                     "again"
                 )
         with output_errors(self.root):
@@ -355,7 +359,7 @@ class Staging:
                 is_moved = True
         if is_moved:
             raise OutputError(
-                f"{self.target.parent}: was moved or replaced by another process; nothing was published, run again"
+                f"{self.target.parent}: was moved or replaced by another process; no output was created, run again"
             )
 
     def _is_published(self) -> bool:
@@ -397,9 +401,8 @@ class Staging:
             self._remove_if_present("plan")
             if self._parent.stat(self._old_name) is None:
                 self._remove_if_present("aside")
-            if self._root.list_names() == [
-                "lock"
-            ]:  # the next run handles files that could not be removed, under its lock
+            # The next run removes, under its lock, files that could not be removed here.
+            if self._root.list_names() == ["lock"]:
                 self._remove_if_present("lock")
                 if self._root.is_entry_of(self._parent, self.root.name):
                     os.rmdir(self.root.name, dir_fd=self._parent.descriptor)
@@ -410,7 +413,12 @@ class Staging:
         self.leftover = self.root
 
     def _replace_target(self) -> None:
-        """Exchange the tree and the target, and remove the old target unless files were added to it meanwhile."""
+        """Exchange the tree and the target, and remove the old target; undo it if the old target got new files.
+
+        Raises:
+            OutputError: The old target got new files, was replaced, or is not a directory that may be replaced.
+            OSError: A rename failed.
+        """
         self._check_replaceable(self.target)
         old_directory = self._track(self._parent.open_directory(self.target.name))
         old_names = {name for name, _ in old_directory.walk()}
@@ -447,7 +455,7 @@ class Staging:
 
 
 def _encode_inode(status: os.stat_result) -> bytes:
-    """Return the record of a directory that is moved aside: its inode."""
+    """Return the contents of the file `aside` for a directory that an overwrite moves."""
     return f"{status.st_ino}\n".encode()
 
 
@@ -459,16 +467,22 @@ def _refuse_foreign_directory(root: DirectoryHandle) -> None:
     """
     names = root.list_names()
     unknown = [name for name in names if name not in _EXPECTED_KINDS]
-    unknown += [
+    wrong_kind = [
         name
         for name, is_kind in _EXPECTED_KINDS.items()
         if (status := root.stat(name)) is not None and not is_kind(status.st_mode)
     ]
-    if not unknown and "lock" not in names and set(names) - {PROBE_NAME} and root.list_names():
+    # An empty directory now means that another run has just removed its contents, the lock last.
+    if not (unknown or wrong_kind) and "lock" not in names and set(names) - {PROBE_NAME} and root.list_names():
         raise OutputError(f"{root.path}: not a staging directory of ckptx, it has no lock; move it elsewhere")
     if unknown:
         raise OutputError(
             f"{root.path}: not a staging directory of ckptx, it contains {unknown[0]!a}; move it elsewhere"
+        )
+    if wrong_kind:
+        kind = "directory" if _EXPECTED_KINDS[wrong_kind[0]] is stat.S_ISDIR else "regular file"
+        raise OutputError(
+            f"{root.path}: not a staging directory of ckptx, its {wrong_kind[0]!a} is not a {kind}; move it elsewhere"
         )
     if not root.is_owned_by_us():
         raise OutputError(f"{root.path}: belongs to another user; remove it, or choose another DST")
@@ -497,7 +511,7 @@ def open_staging(target: Path) -> Iterator[tuple[DirectoryHandle, DirectoryHandl
 
 
 def _exchange_names(a: int, name: str, b: int, other: str) -> bool:
-    """Exchange two names in open directories atomically; return False if that is not supported."""
+    """Exchange two names in open directories atomically; return False if that fails or is not supported."""
     import ctypes  # only an overwrite needs it
 
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -110,7 +110,7 @@ def test_the_parent_of_the_output_is_moved(root: Path, is_replaced: bool) -> Non
             if is_replaced:
                 (root / "outputs").mkdir()
 
-    with pytest.raises(OutputError, match="outputs: was moved or replaced by another process; nothing was published"):
+    with pytest.raises(OutputError, match="outputs: was moved or replaced by another process; no output was created"):
         ckptx.convert("hf2dcp", root / "hf", root / "outputs" / "out", on_progress=move, workers=1)
     assert list((root / "moved").iterdir()) == []
     assert not is_replaced or list((root / "outputs").iterdir()) == []

@@ -168,7 +168,7 @@ def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[in
     payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 0)
     write_dcp(tmp_path / "dcp", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none")
-    assert "1 archive without a recorded CRC-32: their bytes could not be checked" in report.notes
+    assert "1 archive record without a CRC-32: their bytes could not be checked" in report.notes
 
 
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])
@@ -239,6 +239,12 @@ def test_source_and_target_must_not_contain_each_other(hf: Path, where: str) -> 
         with pytest.raises(OutputError, match="overlaps the input"):
             convert(hf, target, overwrite=overwrite)
     assert tree_bytes(hf.parent) == before
+
+
+def test_an_empty_path_is_not_the_current_directory(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(hf.parent)
+    with pytest.raises(OutputError, match=r'^"": the path is empty; choose a DST$'):
+        ckptx.convert("to-dcp", hf, "")
 
 
 def test_a_target_created_meanwhile_is_left_alone(hf: Path, dst: Path) -> None:
@@ -372,11 +378,17 @@ def test_too_little_space_is_said_before_a_byte_is_written(
     assert names_in(dst.parent) == []
 
 
-def test_a_dry_run_reports_too_little_space_and_succeeds(hf: Path, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_with_too_little_space_ends_as_the_conversion_would(
+    hf: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
     report = convert(hf, dst, dry_run=True)
-    assert report.exit == 0
+    assert (report.exit, report.ok, report.error) == (SpaceError.exit_code, False, None)
+    assert report.output_bytes > 1000 == report.free_space
     assert any("not enough space" in warning for warning in report.notes)
+    assert "NOT ENOUGH SPACE: " in report.summary() and "1000 B free" in report.summary()
+    resumed = convert(hf, dst, dry_run=True, resume=True)
+    assert resumed.exit == 0, "a part of the output may be there already"
 
 
 @pytest.mark.parametrize("part", [".distcp", "journal/", ".metadata", "ckptx.json", "config.json"])

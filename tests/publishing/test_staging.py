@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +60,31 @@ def test_a_file_is_no_target(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("place", ["/proc", "a directory that was removed"])
+def test_a_directory_that_cannot_be_created(tmp_path: Path, place: str) -> None:
+    is_there = place == "/proc"
+    path = Path(place) if is_there else tmp_path / "parent"
+    if not is_there:
+        path.mkdir()
+    with DirectoryHandle.open_path(path) as parent:
+        if not is_there:
+            path.rmdir()
+        advice = "created: .*; choose another DST" if is_there else "opened: .*; its directory was removed"
+        with pytest.raises(OutputError, match=f"ckptx-test: cannot be {advice}"):
+            parent.open_directory("ckptx-test", create=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("tree", "its 'tree' is not a directory"), ("other", "it contains 'other'")]
+)
+def test_a_staging_directory_that_is_not_of_ckptx(tmp_path: Path, name: str, fault: str) -> None:
+    (tmp_path / ".out.ckptx-partial").mkdir()
+    (tmp_path / ".out.ckptx-partial" / name).write_text("mine")
+    with pytest.raises(OutputError, match=f"not a staging directory of ckptx, {fault}; move it elsewhere"):
+        Staging(tmp_path / "out")
+    assert names_in(tmp_path) == [".out.ckptx-partial"]
+
+
 def test_a_dangling_link_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("gone")
     with pytest.raises(OutputError, match="not a directory; choose another DST"):
@@ -97,6 +124,56 @@ def test_a_swap_cut_in_the_middle_is_repaired_by_the_next_run(tmp_path: Path, mo
     with pytest.raises(OutputError, match="exists and is not empty"):
         Staging(target)
     assert tree_bytes(target) == {"old": b"old"}
+    with Staging(target, overwrite=True) as staging:
+        fill(staging)
+        staging.publish()
+    assert tree_bytes(target) == {"file": b"new"}
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("moved", ["tree", "parent"])
+def test_what_is_renamed_by_mistake_is_not_called_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    """Another process replaces the tree or the parent of DST between the last check and the rename."""
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    rename = os.rename
+
+    def rename_another(name: str, new_name: str, **directories: int) -> None:
+        if new_name == "out":
+            path = parent / ".out.ckptx-partial" / "tree" if moved == "tree" else parent
+            rename(path, tmp_path / "taken")
+            path.mkdir()
+            (path / "theirs").touch()
+        rename(name, new_name, **directories)
+
+    with Staging(parent / "out") as staging:
+        fill(staging)
+        monkeypatch.setattr(staging_module.os, "rename", rename_another)
+        with pytest.raises(OutputError, match="not the directory that was written"):
+            staging.publish()
+        monkeypatch.undo()
+    if moved == "tree":
+        assert tree_bytes(parent / "out") == {"theirs": b""}
+        assert tree_bytes(tmp_path / "taken") == {"file": b"new"}
+    else:
+        assert tree_bytes(parent) == {"theirs": b""}
+        assert "out" not in names_in(tmp_path / "taken")
+
+
+@pytest.mark.parametrize(("name", "other", "is_done"), [("a", "b", True), ("a", "missing", False)])
+def test_names_are_exchanged(tmp_path: Path, name: str, other: str, is_done: bool) -> None:
+    for each in ("a", "b"):
+        (tmp_path / each).write_text(each)
+    with DirectoryHandle.open_path(tmp_path) as directory:
+        assert staging_module._exchange_names(directory.descriptor, name, directory.descriptor, other) is is_done
+    assert (tmp_path / "a").read_text() == ("b" if is_done else "a")
+
+
+def test_a_system_without_an_exchange_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+    target = old(tmp_path / "out")
     with Staging(target, overwrite=True) as staging:
         fill(staging)
         staging.publish()
@@ -279,7 +356,7 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
 
 def test_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OutputError, match="cannot be written"):
+    with pytest.raises(OutputError, match="file: not a directory; choose another DST"):
         Staging(tmp_path / "file" / "out")
 
 

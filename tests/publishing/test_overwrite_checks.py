@@ -106,6 +106,39 @@ def test_a_checkpoint_and_what_trainers_keep_is_replaced(hf: Path, tmp_path: Pat
     assert names_in(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_note_lists_the_files_that_are_lost(hf: Path, tmp_path: Path, kind: str, dry_run: bool) -> None:
+    dst = ours(tmp_path / "out", kind)
+    for name in ("README.md", "LICENSE", "trainer_state.json"):
+        (dst / name).write_text("mine")
+    report = ckptx.convert("hf2dcp", hf, dst, overwrite=True, dry_run=dry_run)
+    verb = "would remove" if dry_run else "removed"
+    listed = f"{dst}: --overwrite {verb} 3 files of the old directory: LICENSE, README.md, trainer_state.json"
+    assert [note for note in report.notes if "--overwrite" in note] == [listed]
+    assert (dst / "README.md").exists() == dry_run
+
+
+def test_a_note_lists_an_edited_file_that_is_replaced(hf: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(hf, tmp_path / "source")
+    (source / "README.md").write_text("published")
+    ckptx.convert("hf2dcp", source, tmp_path / "out")
+    (tmp_path / "out" / "README.md").write_text("mine")
+    report = ckptx.convert("hf2dcp", source, tmp_path / "out", overwrite=True)
+    assert any(note.endswith("--overwrite removed 1 file of the old directory: README.md") for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_note_lists_weights_and_files_of_ckptx(hf: Path, tmp_path: Path, kind: str) -> None:
+    dst = ours(tmp_path / "out", kind)
+    report = ckptx.convert("hf2dcp", hf, dst, overwrite=True)
+    again = ckptx.convert("hf2dcp", hf, dst, overwrite=True)
+    (dst / "README.md").write_text("mine")
+    resumed = ckptx.convert("hf2dcp", hf, dst, resume=True)
+    assert not any("--overwrite" in note for each in (report, again, resumed) for note in each.notes)
+    assert (dst / "README.md").exists()
+
+
 component = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
 known_parts = st.sampled_from(
     [part for name in (*PEOPLE, *TRAINERS, "model-00001-of-00002.safetensors") for part in name.split("/")]

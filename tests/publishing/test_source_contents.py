@@ -182,7 +182,7 @@ def seen(root: Path, *more: str) -> dict[str, str]:
     """What a rank on another machine says of a source."""
     source = open_checkpoint(root)
     with FilePool(source.root, source.identities) as files:
-        return {**describe_source(source, files, *more), "place": ""}
+        return {**describe_source(source, files, *more), "mount": ""}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -229,7 +229,7 @@ def test_ranks_on_one_machine_see_the_very_same_files(tmp_path: Path) -> None:
         source = open_checkpoint(written(tmp_path / name, "hf"))
         with FilePool(source.root) as files:
             said.append(describe_source(source, files))
-    assert said[0]["digest"] == said[1]["digest"] and said[0]["place"]
+    assert said[0]["digest"] == said[1]["digest"] and said[0]["mount"]
     assert not is_same_source(*said) and is_same_source(said[0], said[0])
 
 

@@ -67,7 +67,7 @@ def write(root: Path, kind: str, tensors: dict[str, Value], config: dict[str, An
         plain = write_hf(root.parent / f"{root.name}-plain", tensors, config=config)
         ckptx.reshard(plain, root, tp=2, to="safetensors")
         (root / "ckptx.json").unlink()
-    (root / "tokenizer.json").write_bytes(b'{"a": 1}')
+    (root / "tokenizer.json").write_bytes(b'{"a": 1000000}')
     return root
 
 
@@ -148,7 +148,7 @@ def other_bytes(source: Path, other: Path, name: str) -> bytes:
         config = json.loads((source / name).read_text()) | {"num_attention_heads": 2, "num_key_value_heads": 2}
         return (json.dumps(config | {"head_dim": 16}, indent=2) + "\n").encode()
     if name == "tokenizer.json":
-        return b'{"b": 2}'
+        return b'{"b": 2000000}'
     return (other / name).read_bytes()
 
 
