@@ -8,38 +8,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptx.catalog.dtype import CAST_TARGETS, DType
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
-    describe_object_differences,
-    describe_uncompared_state,
+    find_uncompared_objects,
     has_state,
     pair_state,
 )
+from ckptx.comparison.uncompared import count_uncompared, note_on_uncompared
+from ckptx.errors import InputError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.dtypes import cast_targets
+from ckptx.mapping.dtypes import dtypes_after_cast
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
 from ckptx.processes.threads import run_threads
+from ckptx.quantization.checkpoint import is_quantized, open_dequantized
+from ckptx.quantization.computed_files import reset_counts, stored_bytes_read
+from ckptx.quantization.tensors import CODE_DTYPES
 from ckptx.report.documents.comparison import VerifyReport
-from ckptx.report.report import Log, Stopwatch, count_dtypes, counted
+from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.digest import LEAF_NBYTES
 from ckptx.transfer.digest_sink import digest_tensor, stream_cast
 from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTensor
-from ckptx.transfer.stream import TensorReader
-from ckptx.wording import first_of
+from ckptx.transfer.stream import TensorReader, strided_row_nbytes
+from ckptx.wording import counted, first_of
 
 _BUFFER = 1 << 20
 
 
 def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyReport:
-    """Compare the contents of two checkpoints; `exit` of the report is 1 when they differ.
+    """Compare the contents of two checkpoints.
+
+    The `exit` of the report is 1 if they differ, if nothing can be compared, and with `strict` if state was not
+    compared.
 
     Args:
         options: Checkpoints and options of the comparison.
@@ -53,40 +61,50 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
-    first, second = view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
+    opened = open_checkpoint(reference), open_checkpoint(checkpoint)
+    if options.dequantize:
+        opened = _dequantize_both(*opened, dtype)
+    first, second = view_both(*opened, prefix=options.source_prefix_or_none)
     for view in (first, second):
         match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
-        with_state = with_state and has_state(first) and has_state(second)
-        a_view, b_view = _locate(first, files_a, log, with_state), _locate(second, files_b, log, with_state)
+        compares_objects, with_state = with_state, with_state and has_state(first) and has_state(second)
+        a_view = _locate_blocks(first, files_a, log, with_state)
+        b_view = _locate_blocks(second, files_b, log, with_state)
         first, second = convert_to_common_names(a_view, b_view)
         targets, ties = _choose_dtypes(first, dtype), TiedNames.from_views(first, second)
-        pairs, rows = _pair_tensors(first, second, targets, ties)
+        pairs, differences = _pair_tensors(first, second, targets, ties)
+        uncompared_views = [a_view, b_view]
         if with_state:
             state = pair_state(a_view, b_view, ties, in_model_names=first is not a_view)
             pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
-            rows += state.rows
-            log.note(*state.notes)
-            log.note(*describe_object_differences(a_view.catalog.objects, b_view.catalog.objects, (files_a, files_b)))
-        else:
-            log.note(*(describe_uncompared_state(view) for view in (a_view, b_view) if has_state(view)))
+            differences += state.differences
+            if state.is_comparable:
+                uncompared_views = []
+        log.note(*(note for view in uncompared_views for note in note_on_uncompared(view)))
+        objects = a_view.catalog.objects, b_view.catalog.objects
+        uncompared_objects = find_uncompared_objects(*(objects if compares_objects else ({}, {})), (files_a, files_b))
+        log.note(*uncompared_objects.notes)
+        not_compared = count_uncompared(*uncompared_views, objects=uncompared_objects.count)
         comparison = _Comparison(pairs, (files_a, files_b), options.buffer_bytes)
-        rows += comparison.run(options.threads, options.on_progress)
+        reset_counts(files_a, files_b)
+        differences += comparison.run(options.threads, options.on_progress)
+        bytes_read = stored_bytes_read(comparison.bytes_read, files_a, files_b)
     if comparison.records_without_crc:
-        archives = counted(comparison.records_without_crc, "archive")
-        log.note(f"{archives} without a recorded CRC-32: their bytes could not be checked")
+        records = counted(comparison.records_without_crc, "archive record")
+        log.note(f"{records} without a CRC-32: their bytes could not be checked")
     overflows = comparison.overflow_counts.overflows
     if overflows:
         numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
         log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
-    note = _note_on_dtypes(rows, first, second, dtype)
+    note = _note_on_dtypes(differences, first, second, ties, dtype)
     log.note(*([note] if note else []))
     report = VerifyReport(
         command="verify",
-        exit=1 if rows or not pairs else 0,
+        exit=1 if differences or not pairs or (options.strict and any(not_compared.values())) else 0,
         tensors=tensors,
-        bytes_read=comparison.bytes_read,
+        bytes_read=bytes_read,
         dtypes={
             "before": count_dtypes(first.tensors.values()),
             "after": count_dtypes(second.tensors.values()),
@@ -94,12 +112,28 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         notes=list(log.notes),
         parameters=parameters,
         compared=len(pairs),
-        differing=rows,
+        total=len(pairs) + sum(difference["what"] != "content" for difference in differences),
+        not_compared=not_compared,
+        differing=differences,
     )
     return stopwatch.stop(report)
 
 
-def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
+def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catalog]:
+    """Decode the quantized weights of either checkpoint.
+
+    Raises:
+        InputError: Neither is quantized.
+        UnsupportedError: See `open_dequantized`.
+    """
+    if not is_quantized(a) and not is_quantized(b):
+        raise InputError(f"--dequantize: neither {a.root} nor {b.root} is quantized; leave out --dequantize")
+    target = DTYPE_BY_OPTION.get(dtype)
+    decoded_dtype = "BF16" if target is None or target.name == "BF16" else "F32"
+    return open_dequantized(a, decoded_dtype), open_dequantized(b, decoded_dtype)
+
+
+def _locate_blocks(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
     """Locate every block of the model, and with `with_state` of its state; compare tensors that are stored twice."""
     view = (
         locate_all_archives(view, files)
@@ -115,26 +149,31 @@ def _locate(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> 
 
 def _choose_dtypes(reference: ModelView, dtype: str) -> dict[str, DType]:
     """Return the dtype of each reference tensor after the cast that `--dtype` requests."""
-    architecture, cast_dtype = reference.architecture, CAST_TARGETS.get(dtype)
+    architecture, cast_dtype = reference.architecture, DTYPE_BY_OPTION.get(dtype)
     dtype_name: Any = dtype
-    return cast_targets(
+    return dtypes_after_cast(
         reference.tensors,
         cast_dtype,
         lambda name: architecture is not None and dtype != "fp32" and architecture.keeps_fp32(name, dtype_name),
     )
 
 
-def _note_on_dtypes(rows: list[dict[str, Any]], a: ModelView, b: ModelView, dtype: str) -> str | None:
-    """Return a note on tensors in two dtypes, which were not compared, with the --dtype that compares them."""
-    names = [row["name"] for row in rows if row["what"] == "dtype"]
+def _note_on_dtypes(
+    differences: list[dict[str, Any]], a: ModelView, b: ModelView, ties: TiedNames, dtype: str
+) -> str | None:
+    """Return a note on tensors in two dtypes, which were not compared, with the --dtype that compares them, if any."""
+    names = [difference["name"] for difference in differences if difference["what"] == "dtype"]
     if not names:
         return None
-    model_names = [name for name in names if name in a.tensors and name in b.tensors]  # optimizer state is never cast
-    stored_dtypes = {b.tensors[name].dtype.name for name in model_names}
-    targets = [word for word, target in CAST_TARGETS.items() if {target.name} == stored_dtypes and word != dtype]
-    is_float = model_names == names and all(a.tensors[name].dtype.is_castable for name in model_names)
-    if targets and is_float:
+    found = [(ties.find_entry(name, a, b), ties.find_entry(name, b, a)) for name in names]
+    entries = [(x, y) for x, y in found if x is not None and y is not None]  # without optimizer state: it is never cast
+    stored_dtypes = {y.dtype.name for _, y in entries}
+    targets = [word for word, target in DTYPE_BY_OPTION.items() if {target.name} == stored_dtypes and word != dtype]
+    can_cast = len(entries) == len(names) and all(x.dtype.is_castable for x, _ in entries)
+    if targets and can_cast:
         advice = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
+    elif entries and all((x.dtype.name in CODE_DTYPES) != (y.dtype.name in CODE_DTYPES) for x, y in entries):
+        advice = "if one of the checkpoints is quantized, pass --dequantize to decode it"
     else:
         advice = "no single --dtype makes them comparable"
     return (
@@ -156,25 +195,19 @@ class _Pair:
 def _pair_tensors(
     a: ModelView, b: ModelView, targets: dict[str, DType], ties: TiedNames
 ) -> tuple[list[_Pair], list[dict[str, Any]]]:
-    """Return pairs of tensors to compare, and rows for differences in headers.
+    """Return the pairs of tensors to compare, and the differences in headers, as entries of `differing` in the report.
 
     A tied name that one side lacks is compared with its partner there, so that every alias is checked.
     """
-    rows = compare_headers(replace_dtypes(a, targets), b)
-    differing_names = {row["name"] for row in rows}
+    differences = compare_headers(replace_dtypes(a, targets), b)
+    differing_names = {difference["name"] for difference in differences}
     pairs = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
         in_a = name if name in a.tensors else ties.find_counterpart(name, b, a)
         in_b = name if name in b.tensors else ties.find_counterpart(name, a, b)
-        if name in differing_names or in_a is None or in_b is None:
-            continue
-        first, second, dtype = a.tensors[in_a], b.tensors[in_b], targets[in_a]
-        if (first.shape, dtype) != (second.shape, second.dtype):
-            headers = [f"{kind.name} {list(entry.shape)}" for kind, entry in ((dtype, first), (second.dtype, second))]
-            rows.append({"name": name, "what": "tied", "a": headers[0], "b": headers[1]})
-            continue
-        pairs.append(_Pair(name, first, second, dtype))
-    return pairs, rows
+        if name not in differing_names and in_a is not None and in_b is not None:
+            pairs.append(_Pair(name, a.tensors[in_a], b.tensors[in_b], targets[in_a]))
+    return pairs, differences
 
 
 def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
@@ -184,7 +217,11 @@ def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
 
 
 class _BlockSink:
-    """Sink that keeps one block of a tensor and discards the rest."""
+    """Sink that keeps one block of a tensor and discards the rest.
+
+    Attributes:
+        block_bytes: Bytes of the block with index `block`; blocks are the leaves of the digest, of `LEAF_NBYTES` each.
+    """
 
     def __init__(self, block: int) -> None:
         self.block_bytes = bytearray()
@@ -221,16 +258,16 @@ def _group_pairs(pairs: list[_Pair]) -> list[list[int]]:
 
 @dataclass(slots=True)
 class _Comparison:
-    """Comparison of pairs in several threads; rows come in the order of the pairs.
+    """Comparison of pairs in several threads; differences come in the order of the pairs.
 
     Attributes:
         pairs: Pairs to compare.
         files: Open files of both checkpoints.
-        max_memory: Memory for the buffers of all threads, in bytes.
+        max_memory: Limit for the buffers of strided reads of all threads together, in bytes.
         bytes_read: Bytes read from both checkpoints.
         records_without_crc: Number of archive records without a CRC-32.
         overflow_counts: Number of elements that casts of the reference made infinite or zero, by tensor.
-        _rows: Row of each pair that differs, by index in `pairs`.
+        _differences: Entry of the report for each pair that differs, by index in `pairs`.
         _errors: Exceptions of the threads; the first is raised by `run`.
     """
 
@@ -240,12 +277,15 @@ class _Comparison:
     bytes_read: int = 0
     records_without_crc: int = 0
     overflow_counts: OverflowCountsByTensor = field(default_factory=OverflowCountsByTensor)
-    _rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _differences: dict[int, dict[str, Any]] = field(default_factory=dict)
     _errors: list[BaseException] = field(default_factory=list)
 
     def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
         queue = deque(sorted(_group_pairs(self.pairs), key=lambda group: -sum(self.pairs[i].a.nbytes for i in group)))
         total = sum(pair.a.nbytes for pair in self.pairs)
+        largest_row = max((strided_row_nbytes(entry) for pair in self.pairs for entry in (pair.a, pair.b)), default=0)
+        if largest_row:
+            workers = max(1, min(workers, self.max_memory // (2 * largest_row)))
         compared_nbytes = [0] * workers
         lock = threading.Lock()
 
@@ -259,9 +299,9 @@ class _Comparison:
                         break
                     digests = _Digests((readers[0], readers[1]), self.overflow_counts)
                     for index in group:
-                        row = _compare(self.pairs[index], digests)
-                        if row is not None:
-                            self._rows[index] = row
+                        difference = _compare(self.pairs[index], digests)
+                        if difference is not None:
+                            self._differences[index] = difference
                         compared_nbytes[worker] += self.pairs[index].a.nbytes
             except BaseException as error:  # re-raised in the calling thread
                 self._errors.append(error)
@@ -272,7 +312,7 @@ class _Comparison:
         run_threads(work, workers, stop=queue.clear, on_wait=lambda: on_progress(sum(compared_nbytes), total))
         if self._errors:
             raise self._errors[0]
-        return [self._rows[index] for index in sorted(self._rows)]
+        return [self._differences[index] for index in sorted(self._differences)]
 
 
 @dataclass(slots=True)
@@ -301,7 +341,7 @@ class _Digests:
 
 
 def _compare(pair: _Pair, digests: _Digests) -> dict[str, Any] | None:
-    """Return None if the bytes are equal, else a row with the position of the first difference."""
+    """Return the entry of `differing` in the report, with the first differing element; None if the bytes are equal."""
     leaves = [digests.leaves_of(pair, side) for side in range(2)]
     if leaves[0] == leaves[1]:
         return None
@@ -315,9 +355,12 @@ def _compare(pair: _Pair, digests: _Digests) -> dict[str, Any] | None:
 
 
 def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
-    """Return index and bytes of the first element that differs, and the number of differing elements in its block.
+    """Return index and bytes of the first element that differs, and a phrase with the number of differing elements.
 
-    For elements smaller than a byte, the first is in the lowest bits, and the first differing byte is shown.
+    Elements are counted in the block of the first one only.
+
+    Bytes are in hex, most significant first. For elements smaller than a byte, the first is in the lowest bits, and the
+    first differing byte is shown.
     """
     import numpy as np
 
@@ -337,9 +380,13 @@ def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> d
         index.append(rest % size)
         rest //= size
     position = int(different[0])
+    count = f"{counted(len(elements), 'element')} {'differs' if len(elements) == 1 else 'differ'}"
+    if pair.a.numel * bits > LEAF_NBYTES * 8:
+        count += " in the first 16 MiB block with a difference"
     return {
         "index": index[::-1],
         "a": first[position].tobytes()[::-1].hex(),
         "b": second[position].tobytes()[::-1].hex(),
-        "differing_elements": f"{len(elements)} in the first 16 MiB block that differs",
+        "differing_count": len(elements),
+        "differing_elements": count,
     }

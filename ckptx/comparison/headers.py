@@ -11,6 +11,7 @@ from typing import Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
+from ckptx.comparison.uncompared import count_uncompared, note_on_uncompared
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
@@ -30,10 +31,13 @@ from ckptx.wording import counted, first_of
 def diff(options: DiffOptions) -> DiffReport:
     """Compare names, shapes, dtypes and tied weights of two checkpoints of any format.
 
-    Reads headers and, to compare tied weights, samples of 64 KiB.
+    This function reads headers, and samples of 64 KiB from tied weights that are stored twice. It does not compare
+    contents; `verify` does.
+
+    Optimizer state and other state is not compared; `not_compared` of the report has its size.
 
     The `exit` of the report is 1 if they differ. A tied name that only one checkpoint stores is not a difference if
-    both store the tensor that it is tied to.
+    the other stores the tensor that it is tied to in the same shape and dtype.
 
     Raises:
         InputError, UnsupportedError: A checkpoint cannot be opened.
@@ -43,7 +47,7 @@ def diff(options: DiffOptions) -> DiffReport:
         resolve_source(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for each in (options.a, options.b)
     ]
-    a_view, b_view = view_both(*(open_checkpoint(path) for path in paths), prefix=options.model_prefix)
+    a_view, b_view = view_both(*(open_checkpoint(path) for path in paths), prefix=options.source_prefix_or_none)
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
     first, second = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
@@ -56,10 +60,13 @@ def diff(options: DiffOptions) -> DiffReport:
                 for note in (*view.notes_on_other_models("not compared"), *_note_on_duplicates(view))
             )
         )
-    rows = compare_headers(first, second)
+        log.note(*note_on_uncompared(view, objects=len(view.catalog.objects)))
+    differences = compare_headers(first, second)
+    missing_count = sum(difference["what"] == "missing" for difference in differences)
+    total = len(first.tensors.keys() | second.tensors.keys())
     report = DiffReport(
         command="diff",
-        exit=1 if rows else 0,
+        exit=1 if differences else 0,
         tensors=len(a_view.catalog.tensors),
         dtypes={
             "before": count_dtypes(first.tensors.values()),
@@ -67,8 +74,12 @@ def diff(options: DiffOptions) -> DiffReport:
         },
         notes=list(log.notes),
         parameters=count_parameters(a_view).count,
-        compared=len(first.tensors.keys() & second.tensors.keys()),
-        differing=rows,
+        compared=total - missing_count,
+        total=total,
+        not_compared=count_uncompared(
+            a_view, b_view, objects=len(a_view.catalog.objects) + len(b_view.catalog.objects)
+        ),
+        differing=differences,
         tied_tensors=_find_one_sided_ties(first, second),
     )
     return stopwatch.stop(report)
@@ -90,9 +101,8 @@ def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[Mod
         view.catalog.traits.is_training_format and view.prefix == prefix for view in views
     ):
         raise InputError(
-            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a DCP with a model '
-            f"{describe_prefix(prefix)}; list "
-            "their names with `ckptx inspect --tensors`"
+            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a training checkpoint with a '
+            f"model {describe_prefix(prefix)}; list their names with `ckptx inspect --tensors`"
         )
     return views
 
@@ -133,7 +143,7 @@ def _replace_chunks(view: ModelView) -> ModelView:
 
 
 def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
-    """Rename both views to model names if this makes more names match; else return them unchanged.
+    """Rename both views to model names if then fewer names are in only one of them; else return them unchanged.
 
     Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
     """
@@ -160,18 +170,24 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, Mode
 
 
 def compare_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
-    """Return a row for each name that differs, with the kind of difference and the value in each checkpoint."""
-    tied_names = {row["name"] for row in _find_one_sided_ties(a, b)}
-    rows: list[dict[str, Any]] = []
+    """Return the entries of `differing` in the report: each name that differs, the kind of difference, and both values.
+
+    A tied name that one side lacks is compared with its partner there.
+    """
+    ties = TiedNames.from_views(a, b)
+    differences: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        row = compare_entries(name, a.tensors.get(name), b.tensors.get(name))
-        if row is not None and not (row["what"] == "missing" and name in tied_names):
-            rows.append(row)
-    return rows
+        difference = compare_entries(name, ties.find_entry(name, a, b), ties.find_entry(name, b, a))
+        if difference is not None:
+            differences.append(difference)
+    return differences
 
 
 def compare_entries(name: str, a: TensorEntry | None, b: TensorEntry | None) -> dict[str, Any] | None:
-    """Return the row for a tensor that is missing on one side or differs in shape or dtype; None if equal."""
+    """Return the entry of `differing` in the report for a tensor that one side lacks or that differs in shape or dtype.
+
+    None if both have the tensor with the same shape and dtype.
+    """
     kind = None
     if a is None or b is None:
         kind = "missing"
@@ -187,15 +203,15 @@ def _describe(entry: TensorEntry | None) -> str | None:
 
 
 def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
-    """Return the tied names that only one side stores, each with the tied name that both have."""
-    rows = []
+    """Return the `tied_tensors` of the report: names that only one side stores, each with a tied name on the other."""
+    one_sided = []
     ties = TiedNames.from_views(a, b)
     for view, other in ((a, b), (b, a)):
         for name in view.tensors:
             partner = None if name in other.tensors else ties.find_counterpart(name, view, other)
             if partner is not None:
-                rows.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
-    return rows
+                one_sided.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
+    return one_sided
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +247,16 @@ class TiedNames:
     def _merge_groups(self, a: str, b: str) -> None:
         group = self.groups.get(a, {a}) | self.groups.get(b, {b})
         self.groups.update(dict.fromkeys(group, group))
+
+    def find_entry(self, name: str, view: ModelView, other: ModelView) -> TensorEntry | None:
+        """Return the tensor of a name in `view`; if only `other` has the name, the tensor of its counterpart in `view`.
+
+        None if there is none.
+        """
+        counterpart = (
+            name if name in view.tensors or name not in other.tensors else self.find_counterpart(name, other, view)
+        )
+        return None if counterpart is None else view.tensors.get(counterpart)
 
     def find_counterpart(self, name: str, source_view: ModelView, view: ModelView) -> str | None:
         """Return the name in `view` to compare with `name`, which only `source_view` has; None if there is none.

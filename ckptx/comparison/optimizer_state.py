@@ -27,35 +27,33 @@ class StatePairs:
 
     Attributes:
         pairs: Name on disk of the first tensor, and both tensors, which have equal dtypes and shapes.
-        rows: Rows of the report for names, shapes or dtypes that differ.
-        notes: Notes on state that is not compared, for the report.
+        differences: Entries of `differing` in the report: names, shapes or dtypes that differ.
+        is_comparable: False if the two have no name in common; then there are neither pairs nor differences.
     """
 
     pairs: tuple[tuple[str, TensorEntry, TensorEntry], ...] = ()
-    rows: tuple[dict[str, Any], ...] = ()
-    notes: tuple[str, ...] = ()
+    differences: tuple[dict[str, Any], ...] = ()
+    is_comparable: bool = True
 
 
 def has_state(view: ModelView) -> bool:
-    """Return True if the checkpoint has tensors besides the model."""
+    """Return True if the checkpoint has tensors that are not of the model."""
     return bool(view.optimizer or view.other)
 
 
 def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: bool) -> StatePairs:
     """Pair the training state of two checkpoints.
 
-    If they have no name in common, the result has only notes that nothing is compared.
-
     Args:
         a: First view, with every block located; its entries have their names on disk.
-        b: Second view, likewise.
+        b: Second view, with the same requirements.
         ties: Tied names, in the names that are compared.
         in_model_names: True to compare model names, False to compare names of the views.
     """
     first, second = (_index_state(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
-        return StatePairs(notes=(describe_uncompared_state(a), describe_uncompared_state(b)))
-    pairs, rows = [], []
+        return StatePairs(is_comparable=False)
+    pairs, differences = [], []
     for key in dict.fromkeys((*first, *second)):
         x = first.get(key) or _find_tied_state(second[key], first, ties)
         y = second.get(key) or _find_tied_state(first[key], second, ties)
@@ -63,29 +61,57 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
         if x is not None and y is not None and (x.entry.dtype, x.entry.shape) == (y.entry.dtype, y.entry.shape):
             pairs.append((name, x.entry, y.entry))
             continue
-        row = compare_entries(name, None if x is None else x.entry, None if y is None else y.entry)
-        assert row is not None
-        rows.append(row)
-    return StatePairs(tuple(pairs), tuple(rows))
+        difference = compare_entries(name, None if x is None else x.entry, None if y is None else y.entry)
+        assert difference is not None
+        differences.append(difference)
+    return StatePairs(tuple(pairs), tuple(differences))
 
 
-def describe_object_differences(
+@dataclass(frozen=True, slots=True)
+class UncomparedObjects:
+    """Names of pickled objects that cannot be compared.
+
+    Attributes:
+        differing: Objects with different bytes, which may still be equal values.
+        unpaired: Objects that only one checkpoint has.
+    """
+
+    differing: tuple[str, ...]
+    unpaired: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Return the number of objects."""
+        return len(self.differing) + len(self.unpaired)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the notes for the report."""
+        groups = ((self.differing, "with different bytes"), (self.unpaired, "in only one checkpoint"))
+        return tuple(
+            f"not compared: {counted(len(names), 'pickled object')} {reason}: {first_of(names)}"
+            for names, reason in groups
+            if names
+        )
+
+
+def find_uncompared_objects(
     a: Mapping[str, BytesEntry], b: Mapping[str, BytesEntry], files: tuple[SourceFiles, SourceFiles]
-) -> list[str]:
-    """Return notes on pickled objects with different bytes, which may still be equal values, or on one side only."""
-    differing = [name for name in a if name in b and not _are_equal(a[name], b[name], files)]
-    unpaired = [name for name in (*a, *b) if name not in a or name not in b]
-    groups = ((differing, "with different bytes"), (unpaired, "in only one checkpoint"))
-    return [
-        f"not compared: {counted(len(names), 'pickled object')} {reason}: {first_of(names)}"
-        for names, reason in groups
-        if names
-    ]
+) -> UncomparedObjects:
+    """Find the pickled objects that are not the same bytes in both checkpoints."""
+    differing = tuple(name for name in a if name in b and not _are_equal(a[name], b[name], files))
+    return UncomparedObjects(differing, tuple(name for name in (*a, *b) if name not in a or name not in b))
 
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
-    """Tensor of the training state, with the parts of its name if it belongs to a parameter."""
+    """Tensor of the training state.
+
+    Attributes:
+        entry: Tensor on disk.
+        state: Parts of its name; None if it belongs to no parameter.
+        parameter: Name of its parameter, as compared; empty if it belongs to none.
+    """
 
     entry: TensorEntry
     state: StateName | None
@@ -93,6 +119,10 @@ class _StateTensor:
 
 
 def _index_state(view: ModelView, in_model_names: bool) -> dict[str, _StateTensor]:
+    """Return the training state by the names that are compared: with the parameter under its name in the view or model.
+
+    State that belongs to no parameter, and the second of two with the same name, is under its stored name.
+    """
     parameters = ParameterIndex.of({name: entry.name for name, entry in view.tensors.items()}, view.prefix)
     state_by_key: dict[str, _StateTensor] = {}
     for name in (*view.optimizer, *view.other):
@@ -116,18 +146,11 @@ def _model_name(view: ModelView, name: str) -> str:
 def _find_tied_state(
     state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: TiedNames
 ) -> _StateTensor | None:
-    """Return the same state of a name that the parameter is tied to; None if there is none."""
+    """Return the same kind of state of a name that the parameter is tied to; None if `others` has none."""
     if state_tensor.state is None:
         return None
     keys = (state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
     return next((others[key] for key in keys if key in others), None)
-
-
-def describe_uncompared_state(view: ModelView) -> str:
-    """Return the note on a checkpoint whose training state is not compared."""
-    kinds = ((view.optimizer, "optimizer tensor"), (view.other, "other tensor"))
-    counts = ", ".join(counted(len(names), noun) for names, noun in kinds if names)
-    return f"{view.catalog.root}: not compared: {counts}"
 
 
 def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:

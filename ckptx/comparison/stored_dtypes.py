@@ -12,10 +12,9 @@ from typing import Any, Literal
 from ckptx.architecture.architecture import Architecture
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import TensorEntry
-from ckptx.report.report import counted
-from ckptx.wording import first_of
+from ckptx.wording import counted, first_of
 
-_MAX_LISTED = 3  # tensors listed per row
+_MAX_LISTED = 3  # names listed per pair of dtypes
 _HALF_DTYPES: dict[str, Literal["fp16", "bf16"]] = {"F16": "fp16", "BF16": "bf16"}
 
 
@@ -34,8 +33,8 @@ def find_dtype_differences(
         architecture: Class of the checkpoint; tensors that it does not have are skipped.
 
     Returns:
-        A row for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors`, and the
-        first `names` in the model.
+        An entry for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors` (their
+        number), and the first `names` in the model.
     """
     names_by_dtypes: dict[tuple[str, str, str], list[str]] = {}
     declared = _read_config_dtype(config or {})
@@ -60,30 +59,31 @@ def find_dtype_differences(
     ]
 
 
-def describe_dtype_differences(rows: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]:
-    """Yield one line for each row of `find_dtype_differences`.
+def describe_dtype_differences(differences: list[dict[str, Any]], compute_dtype: str) -> Iterator[str]:
+    """Yield one line for each entry of `find_dtype_differences`.
 
     Args:
-        rows: Rows of `find_dtype_differences`.
+        differences: Result of `find_dtype_differences`.
         compute_dtype: Dtype in which both models ran.
     """
-    for row in rows:
-        tensors, names = counted(row["tensors"], "tensor"), first_of(row["names"])
-        verb = "is" if row["tensors"] == 1 else "are"
-        if row["against"] == "reference":
+    for difference in differences:
+        tensors, names = counted(difference["tensors"], "tensor"), first_of(difference["names"])
+        verb = "is" if difference["tensors"] == 1 else "are"
+        if difference["against"] == "reference":
             yield (
-                f"{tensors} of the checkpoint {verb} stored as {row['stored']} but as {row['expected']} in the "
-                f"reference: {names}; both models ran in {compute_dtype}, verify without --run compares stored dtypes"
+                f"{tensors} of the checkpoint {verb} stored as {difference['stored']} but as "
+                f"{difference['expected']} in the reference: {names}; both models ran in {compute_dtype}, verify "
+                "without --run compares stored dtypes"
             )
         else:
             yield (
-                f"{tensors} of the checkpoint {verb} stored as {row['stored']}, but its config.json sets "
-                f"{row['expected']}: {names}; a loader that uses the dtype of the config casts them"
+                f"{tensors} of the checkpoint {verb} stored as {difference['stored']}, but its config.json sets "
+                f"{difference['expected']}: {names}; a loader that uses the dtype of the config casts them"
             )
 
 
 def _read_config_dtype(config: Mapping[str, Any]) -> DType | None:
-    """Return the dtype that a config sets; None if it sets none."""
+    """Return the dtype that a config sets; None if it sets none, or an unknown one."""
     nested = config.get("text_config")
     for section in (config, nested):
         for key in ("dtype", "torch_dtype"):

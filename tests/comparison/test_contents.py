@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptx
 from ckptx.api.verify import verify
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
@@ -19,6 +21,7 @@ from ckptx.catalog.region import Region
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
 from ckptx.transfer.digest import LEAF_NBYTES
+from ckptx.wording import first_of
 from tests.support.checkpoint_writers import (
     LLAMA,
     Value,
@@ -68,7 +71,10 @@ def test_the_first_element_that_differs_is_named(case: tuple[str, tuple[int, ...
     different = [at for at, (x, y) in enumerate(zip(first, second, strict=True)) if x != y]
     found = located(dtype, shape, a, b)
     assert tuple(found["index"]) == np.unravel_index(different[0], shape or (1,))[: len(shape)]
-    assert int(found["differing_elements"].split()[0]) == len(different)
+    assert found["differing_count"] == len(different)
+    assert found["differing_elements"] == (
+        "1 element differs" if len(different) == 1 else f"{len(different)} elements differ"
+    )
     if DTYPES_BY_NAME[dtype].bits >= 8:
         assert (int(found["a"], 16), int(found["b"], 16)) == (first[different[0]], second[different[0]])
 
@@ -90,11 +96,13 @@ def test_a_difference_behind_the_first_block_is_found(tmp_path: Path) -> None:
     (row,) = verify(a, b, workers=2).differing
     assert row["index"] == [LEAF_NBYTES // 4 + 2]
     assert (row["name"], row["what"], row["a"], row["b"]) == ("x", "content", "00000000", "3f800000")
-    assert row["differing_elements"].split()[0] == "2"
+    assert row["differing_count"] == 2
+    assert row["differing_elements"] == "2 elements differ in the first 16 MiB block with a difference"
     data[7] = 3
     b = write_safetensors(tmp_path / "b.safetensors", {"x": array(data), "y": array(data[:4])})
     (row,) = verify(a, b).differing
-    assert (row["index"], row["differing_elements"].split()[0]) == ([7], "1")
+    assert row["index"] == [7]
+    assert row["differing_elements"] == "1 element differs in the first 16 MiB block with a difference"
 
 
 # ------------------------------------------------------------------------------------------- what is compared
@@ -197,23 +205,100 @@ def test_a_cast_is_made_before_comparing(tmp_path: Path) -> None:
     assert (row["index"], row["a"], row["b"]) == ([2], "3f82", "3f81")
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"), st.lists(st.sampled_from([0.0, 1.0, 65504.0, 1e6, -7e4]), max_size=5), min_size=1
+    )
+)
+def test_numbers_that_a_cast_makes_infinite_are_noted(
+    tmp_path_factory: pytest.TempPathFactory, numbers: dict[str, list[float]]
+) -> None:
+    root = tmp_path_factory.mktemp("pair")
+    with np.errstate(over="ignore"):
+        full = {name: np.array(data, np.float32) for name, data in numbers.items()}
+        half = {name: data.astype(np.float16) for name, data in full.items()}
+    paths = [
+        write_safetensors(root / f"{stem}.safetensors", {name: array(data) for name, data in tensors.items()})
+        for stem, tensors in {"full": full, "half": half}.items()
+    ]
+    infinite = {name: int(np.isinf(data).sum()) for name, data in sorted(half.items()) if np.isinf(data).any()}
+    notes = [note for note in verify(*paths, dtype="fp16").notes if "infinite" in note]
+    if not infinite:
+        assert not notes
+    else:
+        (note,) = notes
+        total = sum(infinite.values())
+        assert note.startswith(f"--dtype fp16: {total} number{'s' * (total > 1)} of the reference")
+        assert note.endswith(f"({first_of(list(infinite))})")
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=40, max_size=70), st.integers(0, 4), st.lists(st.integers(1, 50), min_size=1))
+def test_one_block_is_kept_in_whatever_parts_it_comes(data: bytes, block: int, requests: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits, "LEAF_NBYTES", 16)
+        patch.setattr(bits, "_BUFFER", 12)
+        sink = bits._BlockSink(block)
+        position = step = 0
+        while position < len(data):
+            view = sink.space(min(requests[step % len(requests)], len(data) - position))
+            assert 0 < len(view) <= 12
+            view[:] = data[position : position + len(view)]
+            sink.commit(view)
+            position, step = position + len(view), step + 1
+        assert sink.block_bytes == data[16 * block : 16 * block + 16]
+
+
 TIED = {**LLAMA, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
     ("head", "what"),
-    [("same", None), ("other", "content"), ("narrow", "tied")],
+    [("same", None), ("other", "content"), ("narrow", "shape"), ("wide", "dtype")],
 )
 def test_a_tied_name_is_held_against_its_partner(tmp_path: Path, head: str, what: str | None) -> None:
     tensors = llama(head=False)
     embedding = tensors["model.embed_tokens.weight"]
-    heads = {"same": embedding, "other": changed(embedding, 0), "narrow": part(embedding, Region((0, 0), (15, 8)))}
+    heads = {
+        "same": embedding,
+        "other": changed(embedding, 0),
+        "narrow": part(embedding, Region((0, 0), (15, 8))),
+        "wide": value("F64", 16, 8),
+    }
     a = write_hf(tmp_path / "a", tensors, config=TIED)
     b = write_hf(tmp_path / "b", {**tensors, "lm_head.weight": heads[head]}, config=TIED)
     for pair in ((a, b), (b, a)):
         found = verify(*pair)
         assert rows_of(found) == ({} if what is None else {"lm_head.weight": what})
         assert found.exit == (what is not None)
+        assert (found.compared, found.total) == (len(tensors) + (what in (None, "content")), len(tensors) + 1)
+        headers = ckptx.diff(*pair)
+        assert rows_of(headers) == ({} if what in (None, "content") else {"lm_head.weight": what})
+        assert (headers.compared, headers.total) == (len(tensors) + 1, len(tensors) + 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "casts"),
+    [("F16", ("fp16", "bf16")), ("F32", ("fp32", "bf16")), ("F64", (None, "bf16")), ("I8", (None, None))],
+)
+def test_a_tied_name_of_another_dtype_is_one_of_the_tensors_of_that_dtype(
+    tmp_path: Path, dtype: str, casts: tuple[str | None, str | None]
+) -> None:
+    """Every count of the report, and the note, has it; and the cast that the note advises reaches it."""
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+    a = write_hf(tmp_path / "a", llama(head=False), config=TIED)
+    b = write_dcp(tmp_path / "b", llama(head=False, dtype=dtype), aliases=aliases, config=TIED)
+    names = {*llama(head=False), *aliases}
+    for pair, to in zip(((a, b), (b, a)), casts, strict=True):
+        found = verify(*pair)
+        assert rows_of(found) == rows_of(ckptx.diff(*pair)) == dict.fromkeys(names, "dtype")
+        assert (found.compared, found.total) == (0, len(names))
+        (note,) = (each for each in found.notes if each.startswith("dtype: "))
+        assert f"{len(names)} tensors with a dtype other than in the reference" in note
+        assert note.endswith(f"pass --dtype {to} to cast the reference first, as convert --dtype does") == bool(to)
+        if to:
+            assert "dtype" not in rows_of(verify(*pair, dtype=to)).values()
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -280,3 +365,18 @@ def test_progress_is_never_more_than_there_is(tmp_path: Path) -> None:
     verify(hf, hf, on_progress=lambda done, total: said.append((done, total)))
     nbytes = sum(len(data) for _, _, data in llama().values())
     assert all(0 <= done <= total == nbytes for done, total in said)
+
+
+def test_progress_counts_the_bytes_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turn(work: Callable[[int], None], count: int, *, on_wait: Callable[[], None], **_: object) -> None:
+        on_wait()
+        for number in range(count):
+            work(number)
+        on_wait()
+
+    monkeypatch.setattr(bits, "run_threads", in_turn)
+    hf = write_hf(tmp_path / "hf", llama())
+    said: list[tuple[int, int]] = []
+    verify(hf, hf, on_progress=lambda done, total: said.append((done, total)))
+    nbytes = sum(len(data) for _, _, data in llama().values())
+    assert said == [(0, nbytes), (nbytes, nbytes)]

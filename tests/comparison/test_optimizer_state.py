@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptx
 from ckptx.api.verify import verify
 from ckptx.catalog.entry import BytesEntry
-from ckptx.comparison.optimizer_state import describe_object_differences
+from ckptx.comparison.optimizer_state import find_uncompared_objects
 from ckptx.report.documents.comparison import VerifyReport
+from ckptx.report.text import diff_text, verify_verdict
 from tests.support import models
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 from tests.support.torch_dcp import raw
@@ -55,6 +58,18 @@ def test_what_was_cut_again_is_equal(tmp_path: Path, mesh: dict[str, int], confi
         assert (there.exit, differing(there)) == (0, {})
         assert there.compared >= there.tensors >= 4 * len(llama(head=False)) + 1
         assert not any("compared" in note or "judged" in note for note in there.notes)
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_another_model_is_compared_with_the_state_and_only_then(tmp_path: Path, with_state: bool) -> None:
+    copies = {f"ema.{name}": value(each[0], *each[1], seed=500) for name, each in llama().items()}
+    first = trained(tmp_path / "first", changes=copies)
+    second = trained(tmp_path / "second", changes={**copies, f"ema.{NORM}": value("BF16", 8, seed=900)})
+    if not with_state:
+        write_hf(second := tmp_path / "hf", llama(), config=CONFIG)
+    found = verify(first, second, source_prefix="model.")
+    assert any("ema" in name for name in differing(found)) is with_state
+    assert any("not compared" in note and "ema." in note for note in found.notes) is not with_state
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2, "pp": 2}])
@@ -133,6 +148,42 @@ def test_state_of_one_side_alone_is_said(tmp_path: Path) -> None:
     assert f"{step}: not compared: 1 other tensor" in verify(hf, step).notes
 
 
+def test_a_step_without_its_optimizer_state_is_incomplete(tmp_path: Path) -> None:
+    step = trained(tmp_path / "step")
+    lost = write_dcp(tmp_path / "lost", {f"model.{name}": each for name, each in llama().items()}, config=CONFIG)
+    counts = {"optimizer": 3 * len(llama()), "other": 1, "objects": 1}
+    lack = f"{counts['optimizer']} optimizer tensors, 1 other tensor, 1 pickled object not compared"
+    for sides in ((step, lost), (lost, step)):
+        found, strict = verify(*sides), verify(*sides, strict=True)
+        assert (found.exit, strict.exit) == (0, 1)
+        assert found.not_compared == strict.not_compared == counts
+        assert found.total == found.compared == len(llama()), "total does not count what was not compared"
+        assert verify_verdict(found).endswith(f"from both checkpoints; {lack}")
+        assert verify_verdict(strict) == f"INCOMPLETE: {lack}; {len(llama())} tensors are equal"
+    assert verify(step, step, strict=True).exit == verify(lost, lost, strict=True).exit == 0
+    assert not any(verify(step, step).not_compared.values())
+
+
+def test_state_that_has_no_name_in_common_is_not_compared(tmp_path: Path) -> None:
+    model = {f"model.{name}": each for name, each in llama().items()}
+    a = write_dcp(tmp_path / "a", model | {"step": value("I64")}, config=CONFIG)
+    b = write_dcp(tmp_path / "b", model | {"dataloader.position": value("I64")}, config=CONFIG)
+    found = verify(a, b, strict=True)
+    assert (found.exit, found.differing) == (1, [])
+    assert found.not_compared == {"optimizer": 0, "other": 2, "objects": 0}
+    assert found.notes[-2:] == [f"{each}: not compared: 1 other tensor" for each in (a, b)]
+
+
+def test_diff_lists_the_state_that_it_does_not_compare(tmp_path: Path) -> None:
+    step, lost = trained(tmp_path / "step"), write_hf(tmp_path / "lost", llama(), config=CONFIG)
+    found = ckptx.diff(step, lost)
+    counts = f"{3 * len(llama())} optimizer tensors, 1 other tensor, 1 pickled object"
+    assert found.exit == 0 and f"{step}: not compared: {counts}" in found.notes
+    assert found.not_compared == {"optimizer": 3 * len(llama()), "other": 1, "objects": 1}
+    assert found.total == found.compared == len(llama())
+    assert diff_text(found).endswith(f"equal shapes and dtypes; {counts} not compared")
+
+
 def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:
     step, other = trained(tmp_path / "step"), trained(tmp_path / "other")
     file = other / "__0_0.distcp"
@@ -142,6 +193,8 @@ def test_objects_of_other_bytes_are_said(tmp_path: Path) -> None:
     found = verify(step, other)
     assert found.exit == 0
     assert found.notes[-1] == 'not compared: 1 pickled object with different bytes: "optim.param_groups"'
+    assert found.not_compared == {"optimizer": 0, "other": 0, "objects": 1}
+    assert verify(step, other, strict=True).exit == 1
 
 
 def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:
@@ -150,5 +203,34 @@ def test_an_object_that_ends_behind_its_file_is_none_that_is_equal() -> None:
             return 0
 
     endless = BytesEntry("x", "f", 0, 1 << 60)
-    notes = describe_object_differences({"x": endless}, {"x": endless}, (Files(), Files()))  # type: ignore[arg-type]  # two that end at once
-    assert notes == ['not compared: 1 pickled object with different bytes: "x"']
+    found = find_uncompared_objects({"x": endless}, {"x": endless}, (Files(), Files()))  # type: ignore[arg-type]  # two that end at once
+    assert found.notes == ('not compared: 1 pickled object with different bytes: "x"',)
+
+
+class MemoryFiles:
+    """Files in memory, for reads at a position."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read_into(self, file: str, offset: int, views: list[memoryview]) -> int:
+        assert file == "f" and len(views) == 1
+        found = self.data[offset : offset + len(views[0])]
+        views[0][: len(found)] = found
+        return len(found)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=20), st.integers(0, 5), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 19)))
+def test_objects_are_compared_in_parts_wherever_they_are(
+    data: bytes, before: int, other: int, flip: int | None
+) -> None:
+    changed = bytearray(data)
+    if is_changed := flip is not None and flip < len(data):
+        changed[flip or 0] ^= 1
+    files = MemoryFiles(b"#" * before + data + b"ab"), MemoryFiles(b"~" * other + changed + b"xyz")
+    entries = BytesEntry("x", "f", before, len(data)), BytesEntry("x", "f", other, len(data))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptx.comparison.optimizer_state._READ_BYTES", 4)
+        found = find_uncompared_objects({"x": entries[0]}, {"x": entries[1]}, files)  # type: ignore[arg-type]  # reads only
+    assert found.notes == (('not compared: 1 pickled object with different bytes: "x"',) if is_changed else ())

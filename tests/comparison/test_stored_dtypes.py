@@ -93,3 +93,13 @@ def test_verify_names_no_cast_where_none_helps(tmp_path: Path) -> None:
     report = ckptx.verify(write_hf(tmp_path / "a", a), write_hf(tmp_path / "b", b))
     (note,) = (each for each in report.notes if each.startswith("dtype: "))
     assert note.endswith("no single --dtype makes them comparable")
+
+
+@pytest.mark.parametrize("against", ["reference", "config"])
+@pytest.mark.parametrize(
+    ("names", "subject"), [(["x"], "1 tensor of the checkpoint is"), (["x", "y"], "2 tensors of the checkpoint are")]
+)
+def test_the_line_of_a_difference_agrees_with_its_number(against: str, names: list[str], subject: str) -> None:
+    row = {"against": against, "stored": "F32", "expected": "BF16", "tensors": len(names), "names": names}
+    (line,) = describe_dtype_differences([row], "bfloat16")
+    assert line.startswith(f"{subject} stored as F32") and '"x"' in line
