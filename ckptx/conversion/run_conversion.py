@@ -1,6 +1,7 @@
 """Every conversion, from the opened source to the published output.
 
-    open -> base -> model -> ties -> state -> names -> dtypes -> shard -> allocate -> plan -> publish
+    open -> base -> dequantize -> model -> ties -> names -> quantize -> dtypes -> shard -> state -> allocate -> plan
+    -> publish
 
 Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
 for the user. Steps in which output formats differ are methods of `output`.
@@ -9,14 +10,17 @@ for the user. Steps in which output formats differ are methods of `output`.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, ConfigNeed, find_base
+from ckptx.conversion.steps.dequantization import dequantize_source
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
 from ckptx.conversion.steps.open_source import SourceCheckpoint
 from ckptx.conversion.steps.overflow_check import refuse_overflow
+from ckptx.conversion.steps.quantization import quantize_target
 from ckptx.conversion.steps.recorded_config import check_recorded_config
 from ckptx.conversion.steps.selection import select_tensors
 from ckptx.conversion.steps.sharding import ShardedTarget, shard_tensors
@@ -30,11 +34,13 @@ from ckptx.conversion.steps.source_model import (
 )
 from ckptx.conversion.steps.summary import ConversionState, build_report
 from ckptx.conversion.steps.training_state import TrainingState, map_training_state
+from ckptx.formats.hf.hf_metadata import name_config_in_errors
 from ckptx.model_view.view import compare_replicas
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peers import PeerProcesses
-from ckptx.publishing.overwrite_checks import refuse_unrelated_files
+from ckptx.publishing.overwrite_checks import list_removed_files, refuse_unrelated_files, removal_note
 from ckptx.publishing.publish import Job, publish
+from ckptx.quantization.computed_files import reset_counts
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log
 from ckptx.storage.interface import SourceFiles
@@ -45,30 +51,45 @@ _logger = logging.getLogger(__name__)
 
 
 def run_conversion(
-    command: str, request: SourceCheckpoint, output: OutputFormat, config_need: ConfigNeed, log: Log
+    command: str, source_checkpoint: SourceCheckpoint, output: OutputFormat, config_need: ConfigNeed, log: Log
 ) -> ConversionReport:
     """Run one conversion and return its report.
 
     Args:
         command: Command name for the report.
-        request: Opened source checkpoint, destination, options and processes.
+        source_checkpoint: Opened source checkpoint, destination, options and processes.
         output: Format to write.
         config_need: Behavior when there is no config.
         log: Receives the notes of every step.
 
     Raises:
-        CkptxError: A step failed; nothing was published.
+        CkptxError: A step failed; no output was created.
     """
+    with ExitStack() as stack:
+        return _run_steps(command, source_checkpoint, output, config_need, log, stack)
+
+
+def _run_steps(
+    command: str,
+    source_checkpoint: SourceCheckpoint,
+    output: OutputFormat,
+    config_need: ConfigNeed,
+    log: Log,
+    stack: ExitStack,
+) -> ConversionReport:
+    """Run the steps of a conversion; `stack` closes the files of the base."""
     source, files, dst, options = (
-        request.source,
-        request.files,
-        request.dst,
-        request.options,
+        source_checkpoint.source,
+        source_checkpoint.files,
+        source_checkpoint.dst,
+        source_checkpoint.options,
     )
     keeps_state = output.keeps_state(source)
 
     # Read the source.
-    base = log(find_base(source, dst, options, config_need))
+    dequantized = dequantize_source(log(find_base(source, dst, options, config_need)), files, options)
+    base, files = dequantized.base, dequantized.files
+    stack.enter_context(name_config_in_errors(base.sidecar_source))
     model = log(find_model(base, files, options, with_state=keeps_state))
     view = model.view
     _logger.info(
@@ -77,34 +98,41 @@ def run_conversion(
         len(view.other),
     )  # fmt: skip
     ties = log(resolve_ties(view, files, options))
-    config_check = log(check_against_config(view, allow_config_mismatch=options.allow_config_mismatch))
+    config_check = log(check_against_config(view, base, allow_config_mismatch=options.allow_config_mismatch))
     dropped_state = log(DroppedState() if keeps_state else output.dropped_state(view))
     if output.needs_model:
         refuse_without_model(view)
 
     # Choose the tensors of the target, their names, dtypes and shards.
     selection = log(select_tensors(base, view, ties, output, options))
-    check_recorded_config(view, base, selection.named)
-    naming = selection.named.naming
+    check_recorded_config(view, base, selection.named_target)
+    quantized = log(quantize_target(selection.named_target, base, files, _open_base_files(base, output, stack)))
+    named_target, files = quantized.named_target, quantized.files
+    naming = named_target.naming
     _logger.info(
         "%s: %d tensors, %d aliases", "original files restored" if selection.restored_files else "new layout",
-        len(selection.named.target.tensors), len(selection.named.target.aliases),
+        len(named_target.target.tensors), len(named_target.target.aliases),
     )  # fmt: skip
-    cast = log(cast_tensors(view, selection.named, base, options.dtype))
+    dtype = "base" if quantized.encoders else options.dtype
+    cast = log(cast_tensors(view, named_target, base, dtype))
     sharded = ShardedTarget(cast.target)
     if output.sharding is not None:
-        sharded = log(shard_tensors(view, cast.target, naming, output.sharding, own_files_only=output.own_files_only))
-    output_name_by_model_name = output.names(view, selection.named)
-    output_tensors = sharded.renamed(output_name_by_model_name).with_aliases(
-        output.aliases(view, selection.named, output_name_by_model_name)
+        sharded = log(
+            shard_tensors(
+                view, cast.target, naming, output.sharding, ties.decisions, own_files_only=output.own_files_only
+            )
+        )
+    output_name_by_target_name = output.names(view, named_target)
+    output_tensors = sharded.renamed(output_name_by_target_name).with_aliases(
+        output.aliases(view, named_target, output_name_by_target_name)
     )
-    output_name_by_source_model_name = (
-        {old: output_name_by_model_name[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
+    output_name_by_view_name = (
+        {old: output_name_by_target_name[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
     )
 
     def map_source_state() -> TrainingState:
         return (
-            map_training_state(view, files, output_tensors, output_name_by_source_model_name)
+            map_training_state(view, files, output_tensors, output_name_by_view_name)
             if keeps_state
             else TrainingState()
         )
@@ -112,22 +140,24 @@ def run_conversion(
     training_state = log(map_source_state())
 
     # Allocate the files, and collect what is copied with them.
-    is_altered = cast.was_cast or output.has_new_prefix
-    original_catalog = None if is_altered else selection.original
+    is_altered = cast.was_cast or output.has_new_prefix or base.is_dequantized
+    original_files = None if is_altered else selection.original
     contents = OutputContents(
         output_tensors,
         training_state,
-        output_name_by_model_name,
+        output_name_by_target_name,
         naming,
         base,
         selection.restored_files,
-        original_catalog,
+        original_files,
     )
     allocation = log(output.allocate(dst, contents, files))
     edits = ConfigEdits()
     if selection.restored_files is None:
-        edits = log(output.edits(view, selection.named, cast, base, ties, options.dtype))
-    sidecars = log(collect_sidecars(base, output.sidecars(base), edits.rows))
+        edits = log(output.edits(view, named_target, cast, base, ties, dtype))
+    all_edits = (*dequantized.config_edits, *config_check.edits, *edits.changes)
+    needs_tokenizer = output.needs_tokenizer and options.base not in (None, "none")
+    sidecars = log(collect_sidecars(base, output.sidecars(base), all_edits, needs_tokenizer=needs_tokenizer))
     target = output_tensors.target
     plan = plan_copy(
         target.source,
@@ -144,11 +174,15 @@ def run_conversion(
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=target.written_disk_names() | training_state.written_disk_names(),
-        shared=target.tied_disk_names | training_state.shared_disk_names | view.model_duplicates.keys(),
-        dropped={row["name"] for row in (*dropped_state.rows, *training_state.dropped_rows)},
+        written=dequantized.stored_names(target.written_disk_names() | training_state.written_disk_names()),
+        shared=dequantized.stored_names(
+            target.tied_disk_names | training_state.shared_disk_names | view.model_duplicates.keys()
+        ),
+        merged=dequantized.merged,
+        dropped={each["name"] for each in (*dequantized.dropped, *dropped_state.tensors, *training_state.dropped)},
         aliases={**target.aliases, **training_state.aliases},
         representatives=ties.representatives,
+        stored_dtype=lambda entry: quantized.float_dtype(entry) or dequantized.stored_dtype(entry),
     )
 
     def are_source_decisions_unchanged() -> bool:
@@ -167,12 +201,24 @@ def run_conversion(
         check_staged_files=allocation.check,
         markers=list(allocation.markers),
     )
-    results = ConversionState(
-        dst, options, request.processes, model, ties, config_check, dropped_state, cast, sharded, contents,
-        allocation, sidecars, job, job.nbytes, ledger,
+    conversion = ConversionState(
+        dst, options, source_checkpoint.processes, dequantized, quantized, model, ties, config_check, dropped_state,
+        cast, sharded, contents, allocation, sidecars, job, job.nbytes, ledger,
+        selection.named_target.scheme_change,
     )  # fmt: skip
-    outcome = None if options.dry_run else _publish(job, dst, files, options, request.processes, base)
-    return build_report(command, results, outcome, log)
+    reset_counts(dequantized.files, quantized.files)
+    removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []
+    outcome = None if options.dry_run else _publish(job, dst, files, options, source_checkpoint.processes, base)
+    if removed_files and (options.dry_run or (outcome is not None and not outcome.was_complete)):
+        log.note(removal_note(dst, removed_files, dry_run=options.dry_run))
+    return build_report(command, conversion, outcome, log)
+
+
+def _open_base_files(base: BaseCheckpoint, output: OutputFormat, stack: ExitStack) -> SourceFiles | None:
+    """Open the files of a base whose quantization the output gets; None without `--quantize`."""
+    if not output.quantizes or base.catalog is None:
+        return None
+    return stack.enter_context(base.catalog.source.open(base.catalog.identities))
 
 
 def _publish(
@@ -183,7 +229,11 @@ def _publish(
     processes: PeerProcesses | None,
     base: BaseCheckpoint,
 ) -> CopyResult | None:
-    """Write and publish the output."""
+    """Write and publish the output.
+
+    Returns:
+        The result of the copy; None on a rank that found the output already complete.
+    """
     total = job.plan.bytes_written
     return publish(
         job,

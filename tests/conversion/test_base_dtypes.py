@@ -157,7 +157,7 @@ def test_dtype_base_gives_every_tensor_the_dtype_it_had(
         assert written(root / "out") == model(expected)
         assert (root / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
         said = report.base_dtypes
-        assert (said["as_base"], said["lacking"], said["otherwise"]) == (
+        assert (said["matching"], said["not_in_base"], said["quantized_in_base"]) == (
             len(SHAPES) - len(lacking),
             sorted(lacking),
             [],
@@ -188,7 +188,7 @@ def test_dtype_base_touches_plain_floats_alone(tmp_path: Path, there: str, other
     found = written(tmp_path / "hf")
     assert found[name] == step[name]
     assert {tensor[0] for each, tensor in found.items() if each != name} == {"BF16"}
-    assert report.base_dtypes["otherwise"] == ([name] if there == "base" else [])
+    assert report.base_dtypes["quantized_in_base"] == ([name] if there == "base" else [])
     assert any("quantized in the base, dtype unchanged" in line for line in report.notes) is (there == "base")
 
 

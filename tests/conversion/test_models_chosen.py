@@ -194,8 +194,8 @@ def check(made: Made, meant: str, report: Any, tensors: dict[str, Value]) -> Non
     gone |= dict.fromkeys(made.trainer, "training state is not converted to HF")
     assert reasons == gone
     ledger = report.ledger
-    assert ledger["source"] == len(made.tensors) == ledger["written"] + ledger["aliases"] + ledger["dropped"]
-    assert ledger["aliases"] == len(seconds)
+    assert ledger["source"] == len(made.tensors) == ledger["written"] + ledger["tied"] + ledger["dropped"]
+    assert ledger["tied"] == len(seconds)
     for other in made.models:
         if other != meant and other not in inside:
             assert any(f'--source-prefix "{other}"' in note for note in report.notes)

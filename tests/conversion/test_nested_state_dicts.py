@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,7 @@ def test_it_is_resharded_and_becomes_a_dcp_that_torch_reads(hf: Path, tmp_path: 
 def test_two_models_are_refused_until_one_is_chosen(hf: Path, tmp_path: Path) -> None:
     average = {name: tensor + 1 for name, tensor in load_file(hf / "model.safetensors").items()}
     source = trained(hf, "model", ema=average)
-    with pytest.raises(
-        InputError, match=r'holds 2 complete models, under "ema\." and under "model\."; choose one with'
-    ):
+    with pytest.raises(InputError, match=r'holds 2 complete models: under "ema\.", under "model\."; choose one with'):
         ckptx.convert("to-hf", source, tmp_path / "out")
     ckptx.convert("to-hf", source, tmp_path / "out", source_prefix="ema.")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -81,5 +80,45 @@ def test_two_models_are_refused_until_one_is_chosen(hf: Path, tmp_path: Path) ->
 
 def test_optimizer_state_cannot_be_kept(hf: Path, tmp_path: Path) -> None:
     source = trained(hf, "model", optimizer=adam(hf))
-    with pytest.raises(UsageError, match="--optimizer keep requires a DCP source; SRC is a file of torch"):
+    with pytest.raises(
+        UsageError, match="--optimizer keep requires a DCP or per-rank FSDP files; SRC is a file of torch"
+    ):
         ckptx.convert("to-dcp", source, tmp_path / "out", optimizer="keep")
+
+
+def test_names_get_no_prefix_and_the_error_states_the_format(hf: Path, tmp_path: Path) -> None:
+    source = trained(hf, "model")
+    with pytest.raises(UsageError) as caught:
+        ckptx.convert("to-dcp", source, tmp_path / "out", prefix="app.")
+    assert str(caught.value) == (
+        "--prefix requires HF or sharded safetensors files; SRC is a training checkpoint (format: torch.save dict), "
+        "whose names are kept; use --source-prefix to select the model in it"
+    )
+
+
+def test_the_model_is_selected_by_a_prefix_as_in_a_dcp(hf: Path, tmp_path: Path) -> None:
+    source = trained(hf, "model")
+    ckptx.convert("to-dcp", source, tmp_path / "dcp", source_prefix="model.")
+    assert ckptx.verify(hf, tmp_path / "dcp").ok
+    assert ckptx.inspect(source, source_prefix="model.").prefix == "model."
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sharded safetensors"])
+def test_options_of_training_checkpoints_are_refused_for_other_formats(hf: Path, tmp_path: Path, kind: str) -> None:
+    source = hf
+    if kind != "huggingface":
+        source = tmp_path / "sharded"
+        ckptx.reshard(hf, source, tp=2)
+    expected = "(a DCP, per-rank FSDP files or a file of torch.save)"
+    for call, subject in (
+        (lambda: ckptx.convert("to-dcp", source, tmp_path / "out", source_prefix="model."), "SRC"),
+        (lambda: ckptx.inspect(source, source_prefix="model."), str(source)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"--source-prefix requires a training checkpoint {expected}; {subject} is not one (format: {kind}); "
+            "leave out --source-prefix"
+        )
+    with pytest.raises(UsageError, match=re.escape(f"SRC is not one (format: {kind}) and has no optimizer state")):
+        ckptx.convert("to-dcp", source, tmp_path / "out", optimizer="drop")

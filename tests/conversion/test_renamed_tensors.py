@@ -17,6 +17,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.ops import Conversion
 from ckptx.model_view.view import locate_all_archives, view_model
 from ckptx.options.conversion import Names
+from ckptx.report.text import conversion_text
 from ckptx.storage.files import FilePool
 from ckptx.transfer.stream import TensorReader
 from tests.support.checkpoint_writers import LLAMA, Value, tree_bytes, value, write_dcp, write_hf
@@ -117,6 +118,27 @@ def test_a_run_of_torchtitan_becomes_hf(tmp_path: Path, earlier: bool) -> None:
     ckptx.reshard(tmp_path / "step", tmp_path / "cut", to="safetensors", tp=2, base=str(hf))
     assert contents(tmp_path / "cut") == {name: data for name, (_, _, data) in published.items()}
     assert ckptx.verify(hf, tmp_path / "cut").exit == 0
+
+
+def test_the_summary_names_both_schemes_and_the_heads_of_permuted_rows(tmp_path: Path) -> None:
+    published, titan = both_spellings()
+    hf = write_hf(tmp_path / "hf", published, config=CONFIG)
+    write_dcp(tmp_path / "step", titan)
+    permuted = [
+        {"name": "model.layers.*.self_attn.q_proj.weight", "heads": HEADS},
+        {"name": "model.layers.*.self_attn.k_proj.weight", "heads": KV_HEADS},
+    ]
+    rows = "rows permuted within heads: q_proj (4 heads), k_proj (2 heads)"
+    back = ckptx.convert("dcp2hf", tmp_path / "step", tmp_path / "back", base=hf)
+    assert back.names == {"before": "torchtitan", "after": "hf", "permuted": permuted}
+    assert f"names: torchtitan -> hf, {rows}" in conversion_text(back).splitlines()
+    made = ckptx.convert("hf2dcp", hf, tmp_path / "titan", names="torchtitan")
+    assert made.names == {"before": "hf", "after": "torchtitan", "permuted": permuted}
+    for unchanged in (
+        ckptx.convert("hf2dcp", hf, tmp_path / "dcp"),
+        ckptx.reshard(tmp_path / "step", tmp_path / "cut", tp=2, base=hf),
+    ):
+        assert unchanged.names is None and "names:" not in conversion_text(unchanged)
 
 
 def test_a_row_in_the_wrong_place_is_found(tmp_path: Path) -> None:

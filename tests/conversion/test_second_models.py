@@ -232,7 +232,7 @@ def test_an_old_name_beside_the_new_one(kind: str, change: str, leaf: str, tmp_p
     if change == "equal":
         report = ckptx.convert("hf2dcp", source, tmp_path / "out", allow_config_mismatch=True)
         assert any("two names" in note and old in note for note in report.notes)
-        assert report.ledger["source"] == report.ledger["written"] + report.ledger["aliases"] == 3
+        assert report.ledger["source"] == report.ledger["written"] + report.ledger["tied"] == 3
         assert ckptx.verify(source, tmp_path / "out").exit == 0
     else:
         with pytest.raises(InputError, match=f'"{new}" and "{old}"'):

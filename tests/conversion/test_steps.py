@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from itertools import product
@@ -23,7 +24,7 @@ from ckptx.conversion.steps.ledger import build_ledger
 from ckptx.conversion.steps.naming import rename_tensors
 from ckptx.conversion.steps.restoration import record_original, restore_original
 from ckptx.conversion.steps.selection import select_tensors
-from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows, shard_tensors
+from ckptx.conversion.steps.sharding import ShardedTarget, rank_entries, shard_tensors
 from ckptx.conversion.steps.sidecars import collect_sidecars
 from ckptx.conversion.steps.source_model import check_against_config, drop_training_state, refuse_without_model
 from ckptx.conversion.steps.target_tensors import TargetTensors, apply_ties
@@ -101,15 +102,13 @@ def test_a_model_that_does_not_fit_is_refused_or_noted(tmp_path: Path) -> None:
     tensors = {name: each for name, each in llama().items() if name != NORM}
     write_hf(tmp_path / "hf", {**tensors, "strange": value("F32", 2)}, config=CONFIG)
     with source(tmp_path / "hf") as ready:
-        view = viewed(ready)
+        view, base = viewed(ready), find_base(ready, "config")
         with pytest.raises(InputError, match="allow-config-mismatch"):
-            check_against_config(view, allow_config_mismatch=False)
-        held = check_against_config(view, allow_config_mismatch=True)
+            check_against_config(view, base, allow_config_mismatch=False)
+        held = check_against_config(view, base, allow_config_mismatch=True)
         assert held.match is not None and [each.name for each in held.match.mismatches] == [NORM]
-        assert (
-            held.notes[0]
-            == '1 tensor unknown to LlamaForCausalLM, passed through: "strange" (outside of the modules of the class)'
-        )
+        said = '1 tensor not defined by LlamaForCausalLM, written unchanged: "strange" (outside the modules of the '
+        assert held.notes[0] == f"{said}class)"
 
 
 @pytest.mark.parametrize(("declared", "is_equal"), product([True, False], [True, False]))
@@ -121,16 +120,16 @@ def test_ties_are_decided_by_config_and_bytes(tmp_path: Path, declared: bool, is
     is_one = declared and is_equal
     assert ties.parameters == (every - view.tensors[HEAD].numel if is_one else every)
     assert bool(ties.representatives) == is_one
-    assert any("declared tied, but different" in note for note in ties.notes) == (declared and not is_equal)
+    assert any("the config ties two tensors that differ" in note for note in ties.notes) == (declared and not is_equal)
 
 
 def test_what_stays_behind_is_named(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp")) as ready:
         view = viewed(ready)
         left = drop_training_state(view, ready.source.objects, "stays")
-    names = {row["name"] for row in left.rows}
+    names = {row["name"] for row in left.tensors}
     assert names == {*view.optimizer, *view.other} and len(view.other) == 1
-    assert {row["reason"] for row in left.rows} == {"optimizer state stays", "training state stays"}
+    assert {row["reason"] for row in left.tensors} == {"optimizer state stays", "training state stays"}
     assert left.optimizer is not None and left.optimizer["tensors"] == len(view.optimizer)
     assert left.objects is not None and left.objects["count"] == 1 and not left.notes
 
@@ -249,11 +248,11 @@ def test_original_files_are_remembered_until_they_are_other_files(tmp_path: Path
         assert record_original(view).original == own
         found = restore_original(view, ties.decisions, None).files
         assert found is not None and found.original == own
-        assert list(found.named.target.tensors) == list(own.tensors if own else ())
-        assert found.digests.keys() == found.named.target.tensors.keys()
+        assert list(found.named_target.target.tensors) == list(own.tensors if own else ())
+        assert found.digests.keys() == found.named_target.target.tensors.keys()
         less = replace(view, tensors={name: each for name, each in view.tensors.items() if name != NORM})
         gone = restore_original(less, ties.decisions, None)
-        assert gone.files is None and "describes other tensors" in gone.notes[0]
+        assert gone.files is None and "does not describe these tensors" in gone.notes[0]
 
 
 @pytest.mark.parametrize("output", FORMATS)
@@ -265,7 +264,7 @@ def test_what_a_format_chooses(tmp_path: Path, output: str) -> None:
         chosen = select_tensors(find_base(ready, "config"), view, ties, FORMATS[output], ready.options)
     assert (chosen.restored_files is not None) == (output == "huggingface")
     assert (chosen.original is not None) == (output != "huggingface")
-    assert (HEAD in chosen.named.target.aliases) == (output != "huggingface")
+    assert (HEAD in chosen.named_target.target.aliases) == (output != "huggingface")
 
 
 # Dtypes
@@ -294,9 +293,31 @@ def test_dtypes_of_a_base_are_counted(tmp_path: Path) -> None:
         view, base = viewed(ready), find_base(ready, "config")
         named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
         cast = cast_tensors(view, named, base, "base")
-    assert cast.base_dtypes == {"as_base": len(llama()) - 1, "lacking": [HEAD], "otherwise": []}
+    assert cast.base_dtype_counts == {"matching": len(llama()) - 1, "not_in_base": [HEAD], "quantized_in_base": []}
     assert {name for name, each in cast.target.tensors.items() if each.dtype is DTYPES_BY_NAME["F32"]} == {NORM, HEAD}
     assert len(cast.notes) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("in_float32", ["none", "one", "norms", "all but one", "all"])
+def test_a_base_keeps_tensors_in_float32_unless_all_of_it_is(tmp_path: Path, in_float32: str, dtype: str) -> None:
+    """A base in one dtype says nothing about what a cast must keep."""
+    names = list(llama())
+    kept = {
+        "none": [], "one": [NORM], "norms": [name for name in names if "norm" in name], "all but one": names[1:],
+        "all": names,
+    }[in_float32]  # fmt: skip
+    mixed = {name: value("F32", *each[1]) if name in kept else each for name, each in llama().items()}
+    write_hf(tmp_path / "base", mixed, config=CONFIG)
+    write_dcp(tmp_path / "dcp", llama(dtype="F32"), config=CONFIG)
+    with source(tmp_path / "dcp", base=str(tmp_path / "base")) as ready:
+        view, base = viewed(ready), find_base(ready, "config")
+        named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
+        cast = cast_tensors(view, named, base, dtype)
+    in_target = {name for name, each in cast.target.tensors.items() if each.dtype is DTYPES_BY_NAME["F32"]}
+    expected = {*names} if dtype == "fp32" else {*kept} if in_float32 != "all" else set()
+    assert in_target == expected
+    assert set(cast.uncast or ()) == (set() if dtype == "fp32" else expected)
 
 
 # The cut
@@ -314,20 +335,72 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
                 names=None,
                 default=None,
             )
-            sharded = shard_tensors(view, named.target, named.naming, ready.options, own_files_only=alone)
+            sharded = shard_tensors(
+                view, named.target, named.naming, ready.options, ties.decisions, own_files_only=alone
+            )
         is_copy = alone or pp == 2
         assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
-        assert sharded.model is not None and sharded.model.placements.keys() == sharded.target.tensors.keys()
-        blocks = sharded.model.placements[NORM].blocks
+        assert sharded.sharding is not None and sharded.sharding.placements.keys() == sharded.target.tensors.keys()
+        blocks = sharded.sharding.placements[NORM].blocks
         assert len(blocks) == (2 if alone else 1)
         names = {name: f"p.{name}" for name in (*sharded.target.tensors, *sharded.target.aliases)}
         renamed = sharded.renamed(names)
-        assert renamed.model is not None and renamed.model.placements[f"p.{NORM}"] is sharded.model.placements[NORM]
+        assert (
+            renamed.sharding is not None
+            and renamed.sharding.placements[f"p.{NORM}"] is sharded.sharding.placements[NORM]
+        )
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (8, 8), (2, 2)])
+def test_scales_of_a_layer_after_the_last_are_replicated_like_their_weights(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """MTP layers, for which the class has names but no layer."""
+    query = "self_attn.q_proj.weight"
+    tensors = llama()
+    for layer in range(3):
+        name = f"model.layers.{layer}.{query}"
+        tensors |= {name: value("F8_E4M3", 8, 8), f"{name}_scale": value("F32", *shape)}
+    write_hf(tmp_path / "hf", tensors, config=CONFIG)
+    with source(tmp_path / "hf", tp=2) as ready:
+        view = viewed(ready)
+        named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
+        sharded = shard_tensors(view, named.target, named.naming, ready.options, [], own_files_only=False)
+    model = sharded.sharding
+    assert (
+        f'2 tensors not defined or not used by LlamaForCausalLM ("model.layers.2.{query}", ...): replicated '
+        "across TP ranks; nothing to do if you expect these tensors"
+    ) in sharded.notes
+    assert model is not None
+    assert {*model.unknown_tensors} == {f"model.layers.2.{query}", f"model.layers.2.{query}_scale"}
+    shards = [
+        [len(model.placements[f"model.layers.{n}.{query}{end}"].blocks) for n in range(3)] for end in ("", "_scale")
+    ]
+    assert shards == [[2, 2, 1], [2, 2, 1]]
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"tp": 2, "dp_shard": 2, "pp": 2}, {"tp": 3}], ids=str)
+def test_a_manifest_lists_every_block_and_which_of_them_are_replicas(
+    tmp_path: Path, mesh: dict[str, int], to: str
+) -> None:
+    """Replicas are the blocks of a region that an earlier file has, which shards of a tensor never are."""
+    write_hf(tmp_path / "hf", llama(), config=CONFIG)
+    ckptx.reshard(tmp_path / "hf", tmp_path / "made", to=to, **mesh)
+    manifest = json.loads((tmp_path / "made" / "ckptx.json").read_text())
+    replicated = 0
+    for cut in manifest["cuts"]:
+        regions = list(zip(cut["offsets"], cut["sizes"], strict=True))
+        assert cut["replicas"] == [index for index, region in enumerate(regions) if region in regions[:index]]
+        assert len(cut["files"]) == len(regions) == len({*cut["files"]})
+        replicated += bool(cut["replicas"])
+    assert (replicated > 0) is (to == "safetensors" and mesh.get("tp", 1) > 1)
+    assert {row.get("cut") for row in manifest["tensors"].values()} - {None} == {*range(len(manifest["cuts"]))}
 
 
 def test_every_byte_of_a_rank_is_counted() -> None:
-    rows = rank_rows({"a": 3, "b": 4, "c": 5}, {"a": 0, "b": 3, "c": 0}, ParallelDims(tp=2, pp=2))
+    rows = rank_entries({"a": 3, "b": 4, "c": 5}, {"a": 0, "b": 3, "c": 0}, ParallelDims(tp=2, pp=2))
     assert [(row["bytes"], row["files"]) for row in rows] == [(8, ["a", "c"]), (0, []), (0, []), (4, ["b"])]
     assert [(row["stage"], row["tp"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -336,14 +409,14 @@ def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
     with source(trained(tmp_path / "dcp"), tp=2, pp=2) as ready:
         view = viewed(ready, with_state=True)
         named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
-        sharded = shard_tensors(view, named.target, named.naming, ready.options, own_files_only=False)
+        sharded = shard_tensors(view, named.target, named.naming, ready.options, [], own_files_only=False)
         state = map_training_state(view, ready.files, sharded, {name: name for name in view.tensors})
         whole = map_training_state(
             view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors}
         )
-    assert sharded.model is not None
+    assert sharded.sharding is not None
     query = "model.layers.1.self_attn.q_proj.weight"
-    placed = sharded.model.placements[query]
+    placed = sharded.sharding.placements[query]
     assert state.placements[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
     assert placed.stage == 1 and len(placed.blocks) == 2
     assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)
@@ -387,7 +460,12 @@ class _NoSteps:
 def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
     ends: dict[str, Any] = {"written": {"a"}, "shared": {"b"}, "dropped": {"c"}, "aliases": {}, "representatives": {}}
     plan: Any = _NoSteps()
-    assert build_ledger(["a", "b", "c"], plan, **ends).counts_by_outcome == {"written": 1, "aliases": 1, "dropped": 1}
+    assert build_ledger(["a", "b", "c"], plan, **ends).counts_by_outcome == {
+        "written": 1,
+        "tied": 1,
+        "merged": 0,
+        "dropped": 1,
+    }
     assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).counts_by_outcome["written"] == 1
     for end in ("written", "shared", "dropped"):
         with pytest.raises(InternalError, match="would be lost"):
@@ -444,3 +522,48 @@ def test_what_steps_hand_on_is_frozen() -> None:
             classes = [each for each in found if isinstance(each, type) and each.__module__ == module.name]
             loose += [each.__name__ for each in classes if is_dataclass(each) and not each.__dataclass_params__.frozen]
     assert loose == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "data", [b'{"version": "1.0", "model": {"vocab": {"a"', b"", b'{"a": "\xff"}', b"version https://git-lfs.x"]
+)
+def test_a_malformed_file_of_the_base_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
+    base = write_hf(tmp_path / "base", llama(), config=CONFIG)
+    write_dcp(tmp_path / "dcp", llama(), config=None)
+    (base / name).write_bytes(data)
+    with pytest.raises(InputError, match=re.escape(str(base / name))) as caught:
+        ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base)
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("eval_results.json", "{"),  # no loader reads it
+        ("tokenizer.json", '{"a": 1, "a": 2}'),
+        ("vocab.json", '["\\ud800"]'),
+        ("tokenizer_config.json", f'{{"model_max_length": {"9" * 5000}}}'),
+    ],
+)
+def test_a_file_that_loaders_accept_or_do_not_read_is_copied(tmp_path: Path, name: str, text: str) -> None:
+    base = write_hf(tmp_path / "base", llama(), config=CONFIG)
+    write_dcp(tmp_path / "dcp", llama(), config=None)
+    (base / name).write_text(text)
+    ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base)
+    assert (tmp_path / "out" / name).read_text() == text
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "vocab.txt", "spiece.model", "tekken.json", "qwen.tiktoken", None]
+)
+def test_a_base_without_a_tokenizer_is_noted(tmp_path: Path, name: str | None) -> None:
+    base = write_hf(tmp_path / "base", llama(), config=CONFIG)
+    write_dcp(tmp_path / "dcp", llama(), config=None)
+    if name is not None:
+        (base / name).write_text("{}")
+    notes = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base).notes
+    expected = f"{base}: has no tokenizer files, so the output has none; vLLM and SGLang need them"
+    assert (expected in notes) == (name is None)
+    assert expected not in ckptx.reshard(tmp_path / "dcp", tmp_path / "cut", tp=2, base=base).notes

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ckptx
-from ckptx.errors import InputError
-from tests.support.checkpoint_writers import LLAMA, SINGLE, framed, header, llama, value, write_hf
+from ckptx.errors import InputError, UsageError
+from tests.support.checkpoint_writers import LLAMA, SINGLE, framed, header, llama, value, write_dcp, write_hf
 from tests.support.slow import slow_but
 
 SIZES = {
@@ -175,3 +175,31 @@ def test_base_none_writes_the_tensors_alone(tmp_path: Path) -> None:
     _, dcp = bare(tmp_path, "two files", "plain")
     ckptx.convert("dcp2hf", dcp, tmp_path / "back", base="none")
     assert set(files_of(tmp_path / "back")) == {SINGLE}
+
+
+@pytest.mark.parametrize("command", ["to-dcp", "to-hf", "reshard", "reshard to a DCP"])
+def test_base_none_writes_no_config_that_is_next_to_the_tensors(tmp_path: Path, command: str) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    out = tmp_path / "out"
+    if command.startswith("reshard"):
+        report: Any = ckptx.reshard(hf, out, tp=2, base="none", to="dcp" if "DCP" in command else "safetensors")
+    else:
+        report = ckptx.convert(command, hf, out, base="none")
+    assert f"--base none: {hf}/config.json is read but not written; loaders need a config" in report.notes
+    assert [name for name in files_of(out) if name.endswith(".json") and name != "ckptx.json"] == []
+
+
+def test_the_error_without_a_config_describes_the_base(tmp_path: Path) -> None:
+    dcp = write_dcp(tmp_path / "dcp", llama(), config=None)
+    with pytest.raises(InputError, match=r"--base PATH with an HF checkpoint whose config\.json describes the model"):
+        ckptx.convert("to-hf", dcp, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "said"),
+    [("0.", "ckptx could not detect this prefix in the output"), ("module.", 'the wrapper "module." would be removed')],
+)
+def test_a_prefix_that_cannot_be_detected_later_is_refused(tmp_path: Path, prefix: str, said: str) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    with pytest.raises(UsageError, match=said):
+        ckptx.convert("to-dcp", hf, tmp_path / "out", prefix=prefix)

@@ -15,10 +15,10 @@ from ckptx.conversion.outputs import dcp as to_dcp
 from ckptx.conversion.outputs import huggingface as to_huggingface
 from ckptx.conversion.outputs import sharded as to_sharded
 from ckptx.errors import InternalError, OutputError
-from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
+from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
 from ckptx.storage.interface import Source, local_path
-from tests.support.checkpoint_writers import framed, llama, names_in, write_hf
+from tests.support.checkpoint_writers import LLAMA, framed, llama, names_in, write_dcp, write_hf
 
 GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -211,6 +211,96 @@ def test_the_metadata_of_a_dcp(hf: Path, dst: Path, change: str, tp: int, monkey
 
     spoiled_before(monkeypatch, to_dcp, "check_dcp", spoil)
     refused(lambda dst: ckptx.reshard(hf, dst, tp=tp, to="dcp"), dst)
+
+
+OBJECTS = ["optimizer.param_groups", "scheduler"]
+
+
+def moved(metadata: DcpMetadata, name: str, **fields: Any) -> DcpMetadata:
+    """The place of an object, with other fields."""
+    return replace(
+        metadata, storage={**metadata.storage, (name, None): metadata.storage[name, None]._replace(**fields)}
+    )
+
+
+def without_object(metadata: DcpMetadata, name: str) -> DcpMetadata:
+    storage = {key: place for key, place in metadata.storage.items() if key != (name, None)}
+    return replace(metadata, objects=tuple(each for each in metadata.objects if each != name), storage=storage)
+
+
+PLACES: dict[str, Callable[[DcpMetadata, StorageInfo, StorageInfo], DcpMetadata]] = {
+    "two objects swapped": lambda metadata, own, other: moved(
+        moved(metadata, OBJECTS[0], path=other.path, offset=other.offset), OBJECTS[1], path=own.path, offset=own.offset
+    ),
+    "one byte further": lambda metadata, own, other: moved(metadata, OBJECTS[0], offset=own.offset + 1),
+    "the bytes of another": lambda metadata, own, other: moved(metadata, OBJECTS[1], offset=own.offset),
+    "one byte less": lambda metadata, own, other: moved(metadata, OBJECTS[0], length=own.length - 1),
+    "one byte more": lambda metadata, own, other: moved(metadata, OBJECTS[0], length=own.length + 1),
+    "another file": lambda metadata, own, other: moved(metadata, OBJECTS[0], path="__9_9.distcp"),
+    "an object less": lambda metadata, own, other: without_object(metadata, OBJECTS[1]),
+}
+
+
+@pytest.mark.parametrize("change", PLACES)
+def test_the_places_of_the_objects_of_a_dcp(
+    tmp_path: Path, dst: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"model.{name}": each for name, each in llama().items()}
+    made = write_dcp(tmp_path / "in" / "dcp", tensors, objects=OBJECTS, config=LLAMA)
+
+    def spoil(tree: Path, output: Any) -> Any:
+        ((name, data),) = output.markers
+        metadata = parse_metadata(data, name)
+        own, other = (metadata.storage[each, None] for each in OBJECTS)
+        assert {*metadata.objects} == {*OBJECTS} and own != other
+        changed = PLACES[change](metadata, own, other)
+        return replace(output, markers=[(name, metadata_to_bytes(changed))])
+
+    spoiled_before(monkeypatch, to_dcp, "check_dcp", spoil)
+    refused(lambda dst: ckptx.reshard(made, dst, tp=2, to="dcp", optimizer="keep"), dst)
+
+
+def drop_last_tensors(path: Path, count: int) -> None:
+    """Shortens a safetensors file by its last tensors, so that it is valid, and other tensors stay where they are."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    rows = json.loads(data[8:end])
+    names = sorted((name for name in rows if name != "__metadata__"), key=lambda name: rows[name]["data_offsets"])
+    info = json.loads(rows.get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+    body = rows[names[-count]]["data_offsets"][0]
+    for name in names[-count:]:
+        del rows[name]
+        info.pop(name, None)
+    if info:
+        rows["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
+    path.write_bytes(
+        data[:8] + json.dumps(rows, separators=(",", ":")).encode().ljust(end - 8) + data[end : end + body]
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("to", ["hf", "shards"])
+def test_a_file_with_fewer_tensors_than_planned(
+    hf: Path, dst: Path, tmp_path: Path, to: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor that is left is as planned, and a file that lacks one looks like any other."""
+    ckptx.convert("hf2dcp", hf, tmp_path / "dcp")
+    if to == "hf":
+        spoiled_before(
+            monkeypatch,
+            to_huggingface,
+            "check_huggingface",
+            lambda tree, layout: drop_last_tensors(tree / next(iter(layout.catalog.files)), count),
+        )
+        refused(lambda dst: ckptx.convert("dcp2hf", tmp_path / "dcp", dst), dst)
+    else:
+        spoiled_before(
+            monkeypatch,
+            to_sharded,
+            "check_sharded",
+            lambda tree, catalog: drop_last_tensors(tree / next(iter(catalog.files)), count),
+        )
+        refused(lambda dst: ckptx.reshard(hf, dst, tp=2, to="safetensors"), dst)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

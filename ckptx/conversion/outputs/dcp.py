@@ -12,7 +12,7 @@ from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, allocate_
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat, float_edits
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
-from ckptx.conversion.steps.dtypes import CastTarget, lossless_edits
+from ckptx.conversion.steps.dtypes import CastTensors, config_dtype_edits
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.output_check import check_dcp
@@ -54,14 +54,16 @@ class DcpFormat(OutputFormat):
         if not view.catalog.traits.is_training_format:
             return DroppedState()
         reason = (
-            "dropped (--optimizer drop)" if view.catalog.traits.can_keep_state else "of torch.save is not converted"
+            "dropped because of --optimizer drop"
+            if view.catalog.traits.can_keep_state
+            else "of torch.save is not converted"
         )
         return drop_training_state(view, view.catalog.objects, reason)
 
     def default_naming(self, view: ModelView) -> str | None:
         return "hf" if view.catalog.traits.has_model_names else None
 
-    def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
+    def names(self, view: ModelView, named_target: NamedTarget) -> dict[str, str]:
         """Map target names to output names.
 
         Names of a DCP source are kept with wrappers and prefix, because the trainer that wrote it expects them. Names
@@ -70,19 +72,19 @@ class DcpFormat(OutputFormat):
         Raises:
             UsageError: The reader would not find the model under the prefix.
         """
-        names = OutputFormat.names(self, view, named)
+        names = OutputFormat.names(self, view, named_target)
         if not view.catalog.traits.is_training_format:
             prefix = self.options.prefix
             if prefix:
                 refuse_unreadable_prefix(prefix, names, view)
             return {name: prefix + name for name in names}
-        if named.naming.sources:
+        if named_target.naming.sources:
             return names
         return {name: view.tensors[name].name if name in view.tensors else view.prefix + name for name in names}
 
-    def aliases(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
+    def aliases(self, view: ModelView, named_target: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """Map each second name of a tensor to its first; both are written because the trainer may read either."""
-        if named.naming.sources:
+        if named_target.naming.sources:
             return {}
         prefix = "" if view.catalog.traits.is_training_format else self.options.prefix
         stored_names = {entry.name: names[name] for name, entry in view.tensors.items() if name in names}
@@ -104,9 +106,15 @@ class DcpFormat(OutputFormat):
         )
 
     def edits(
-        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+        self,
+        view: ModelView,
+        named_target: NamedTarget,
+        cast: CastTensors,
+        base: BaseCheckpoint,
+        ties: Ties,
+        dtype: str,
     ) -> ConfigEdits:
-        return float_edits(view, cast, base, lossless_edits(view, cast, base, named.naming, dtype))
+        return float_edits(view, cast, base, config_dtype_edits(view, cast, base, named_target.naming, dtype))
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
         return [sidecar.name for sidecar in base.sidecar_source.sidecars]
@@ -120,14 +128,14 @@ class DcpFormat(OutputFormat):
             aliases={**target.aliases, **state.aliases},
             copies={**target.copies, **state.copies},
             original=contents.original_files,
-            mesh=contents.sharded.model,
+            sharding=contents.sharded.sharding,
             model_names=_model_names(contents),
         )
 
 
 def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
-    target, state, model = contents.sharded.target, contents.state, contents.sharded.model
-    if model is None:
+    target, state, sharding = contents.sharded.target, contents.state, contents.sharded.sharding
+    if sharding is None:
         assert not state.tensors
         catalog = dcp_layout.allocate(dst, target.tensors.values(), files)
         marker = (METADATA, dcp_layout.metadata_bytes(catalog, target.aliases))
@@ -136,7 +144,8 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
     order = {name: index for index, name in enumerate(target.source.tensors)}
     source_names = {**target.source_names, **state.source_names}
     blocks = [
-        (entry, model.placements[name].stage, model.placements[name].blocks) for name, entry in target.tensors.items()
+        (entry, sharding.placements[name].stage, sharding.placements[name].blocks)
+        for name, entry in target.tensors.items()
     ]
     blocks += [(entry, *state.placements[name]) for name, entry in state.tensors.items()]
     blocks.sort(key=lambda each: order[source_names[each[0].name]])  # source order: one sequential pass
@@ -146,7 +155,7 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
         {**target.aliases, **state.aliases},
         {**target.copies, **state.copies},
     )
-    return allocate_dcp(dst, dcp_contents, model.dims, files, target.source)
+    return allocate_dcp(dst, dcp_contents, sharding.dims, files, target.source)
 
 
 def _model_names(contents: OutputContents) -> dict[str, str]:

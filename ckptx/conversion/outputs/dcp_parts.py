@@ -40,7 +40,7 @@ class DcpOutput:
         catalog: Every tensor and object of the DCP.
         groups: Groups of files that are written together.
         markers: Path and bytes of each `.metadata`.
-        ranks: Rank of each file.
+        ranks: Rank of each file; empty if tensors are whole.
         catalog_names: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
     """
 

@@ -46,18 +46,19 @@ def _unreadable_reason(prefix: str, names: Collection[str], view: ModelView) -> 
     # Names of an unknown class do not identify a prefix: the user passes it when reading.
     state_flags = [is_optimizer(name) or is_trainer_state(name) for name in prefixed_names]
     if (is_unknown and any(state_flags)) or all(state_flags):
-        return "names with this prefix would be read as optimizer or training state"
+        return "names with this prefix would be read as training state"
     found = find_model_names(prefixed_names, view.disk_architecture, config, prefix if is_unknown else None)
     if _finds_same_model(prefix, prefixed_names, found):
         return None
     if found.unwrapped.counts or found.unwrapped.duplicates:
         wrapper = next(iter(found.unwrapped.counts))
-        return f'the reader strips the wrapper "{wrapper}." from names'
+        return f'the wrapper "{wrapper}." would be removed from names when the output is read'
     if len(found.models.complete_prefixes) > 1:
-        return f"the reader would find {len(found.models.complete_prefixes)} complete models"
+        return f"ckptx would find {len(found.models.complete_prefixes)} complete models in the output"
     if found.models.roles.prefix != prefix:
-        return f"the reader would find no model under this prefix, but one {describe_prefix(found.models.roles.prefix)}"
-    return "some names with this prefix would be read as optimizer or training state"
+        found_prefix = describe_prefix(found.models.roles.prefix)
+        return f"ckptx could not detect this prefix in the output, but would find a model {found_prefix}"
+    return "some names with this prefix would be read as training state"
 
 
 def _finds_same_model(prefix: str, prefixed_names: dict[str, str], found: ModelNames) -> bool:

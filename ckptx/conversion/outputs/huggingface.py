@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ckptx.catalog.manifest import OriginalFiles
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, no_config_error
-from ckptx.conversion.steps.dtypes import CastTarget
+from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.output_check import check_digests, check_huggingface
@@ -18,9 +19,10 @@ from ckptx.conversion.steps.reordered_tensors import check_reordered
 from ckptx.conversion.steps.restoration import Restoration, restore_original
 from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.target_tensors import TargetTensors
-from ckptx.formats.dcp.megatron import COMMON_FILE, names_without_backend_file
+from ckptx.formats.dcp.megatron import names_without_backend_file
 from ckptx.formats.hf import layout as huggingface_layout
 from ckptx.formats.hf.hf_metadata import FILE_MAPPING
+from ckptx.formats.hf.original_files import plan_recorded_files, record_files
 from ckptx.model_view.view import ModelView, has_model_names
 from ckptx.options.conversion import ToHfOptions
 from ckptx.storage.interface import Source, SourceFiles
@@ -38,7 +40,12 @@ class HuggingFaceFormat(OutputFormat):
 
     options: ToHfOptions
     sharding: None = None
+    needs_tokenizer: ClassVar[bool] = True
     records_original_files: ClassVar[bool] = False
+
+    @property
+    def quantizes(self) -> bool:
+        return self.options.quantize is not None
 
     def dropped_state(self, view: ModelView) -> DroppedState:
         return drop_training_state(view, view.catalog.objects, "is not converted to HF")
@@ -51,7 +58,7 @@ class HuggingFaceFormat(OutputFormat):
         """Restore the original files recorded in the manifest, unless options ask for a different output.
 
         Raises:
-            InputError: The manifest records no files, and there is no config.
+            InputError: No files can be restored, and there is neither a config nor `--base`.
         """
         options = self.options
         has_other_options = (
@@ -69,8 +76,12 @@ class HuggingFaceFormat(OutputFormat):
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
         target, restored, options = contents.sharded.target, contents.restored_files, self.options
         notes: list[str] = []
+        original = self._files_of_base(contents.base, target) if restored is None else None
         if restored is not None:
             layout = restored.layout(dst)
+        elif original is not None:
+            assert contents.base.catalog is not None
+            layout = plan_recorded_files(dst, original, target.tensors, str(contents.base.catalog.root))
         else:
             files = self._base_file_numbers(contents.base, target, notes)
             layout = huggingface_layout.allocate(dst, target.tensors.values(), options.shard_bytes, files)
@@ -88,17 +99,33 @@ class HuggingFaceFormat(OutputFormat):
         return Allocation(layout.catalog, check, prologues=layout.prologues, markers=markers, notes=tuple(notes))
 
     def edits(
-        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+        self,
+        view: ModelView,
+        named_target: NamedTarget,
+        cast: CastTensors,
+        base: BaseCheckpoint,
+        ties: Ties,
+        dtype: str,
     ) -> ConfigEdits:
-        return safetensors_edits(view, named, cast, base, ties, dtype)
+        return safetensors_edits(view, named_target, cast, base, ties, dtype)
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
         catalog = base.sidecar_source
-        names = names_without_backend_file(catalog.source, catalog.sidecars)
-        return [name for name in names if name == COMMON_FILE] if base.is_none else names
+        return names_without_backend_file(catalog.source, catalog.sidecars)
 
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
         return manifest_of("huggingface", allocation.catalog, digests)
+
+    def _files_of_base(self, base: BaseCheckpoint, target: TargetTensors) -> OriginalFiles | None:
+        """Return the files of the base if the output is quantized like it and has the same tensors; else None."""
+        catalog = base.catalog
+        if not self.quantizes or catalog is None or self.options.max_shard_size is not None:
+            return None
+        if {name: (each.dtype, each.shape) for name, each in target.tensors.items()} != {
+            name: (each.dtype, each.shape) for name, each in catalog.tensors.items()
+        }:
+            return None
+        return record_files(catalog, []) if catalog.traits.can_be_restored else None
 
     def _base_file_numbers(
         self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import OriginalFiles
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
-from ckptx.conversion.steps.dtypes import CastTarget, quantization_edits
+from ckptx.conversion.steps.dtypes import CastTensors, dequantization_edits_if_float
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
 from ckptx.conversion.steps.restoration import Restoration, RestoredFiles
 from ckptx.conversion.steps.sharding import ShardedTarget
@@ -77,11 +77,11 @@ class ConfigEdits:
     """Changes to config.json.
 
     Attributes:
-        rows: `key`, `before` and `after` of each change.
+        changes: `key` (dotted), `before` and `after` of each change.
         notes: Notes for the user.
     """
 
-    rows: tuple[dict[str, Any], ...] = ()
+    changes: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -93,6 +93,7 @@ class OutputFormat(ABC):
         can_alias: True if two names can point at the same bytes.
         keeps_wrappers: True if names keep torch's wrapper components, which the trainer that wrote them expects.
         needs_model: True if a source without model tensors is refused.
+        needs_tokenizer: True if loaders of the output expect the files of a tokenizer.
         own_files_only: True if each rank reads only its own files.
         records_original_files: True if the manifest records the original files, so that they can be restored.
     """
@@ -101,8 +102,14 @@ class OutputFormat(ABC):
     can_alias: ClassVar[bool] = False
     keeps_wrappers: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True
+    needs_tokenizer: ClassVar[bool] = False
     own_files_only: ClassVar[bool] = False
     records_original_files: ClassVar[bool] = True
+
+    @property
+    def quantizes(self) -> bool:
+        """Return True if weights are quantized like those of the base."""
+        return False
 
     @property
     def has_new_prefix(self) -> bool:
@@ -115,21 +122,21 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def dropped_state(self, view: ModelView) -> DroppedState:
-        """Return the training state that the ledger lists as dropped when it is not written."""
+        """Return the training state that the report lists as dropped; called only if `keeps_state` is False."""
 
     @abstractmethod
     def default_naming(self, view: ModelView) -> str | None:
         """Return the naming scheme used without `--names`; None keeps names."""
 
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
-        """Return the original files of the source if this output can restore them."""
+        """Return the original files of the source; `files` is None if this output does not restore them."""
         return Restoration()
 
-    def names(self, view: ModelView, named: NamedTarget) -> dict[str, str]:
+    def names(self, view: ModelView, named_target: NamedTarget) -> dict[str, str]:
         """Map the names of a target to those in the output."""
-        return {name: name for name in (*named.target.tensors, *named.target.aliases)}
+        return {name: name for name in (*named_target.target.tensors, *named_target.target.aliases)}
 
-    def aliases(self, view: ModelView, named: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
+    def aliases(self, view: ModelView, named_target: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
         """Map each second output name of a tensor that the source has under two names to its first."""
         return {}
 
@@ -145,9 +152,15 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def edits(
-        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+        self,
+        view: ModelView,
+        named_target: NamedTarget,
+        cast: CastTensors,
+        base: BaseCheckpoint,
+        ties: Ties,
+        dtype: str,
     ) -> ConfigEdits:
-        """List the changes to config.json; `dtype` is the value of `--dtype`."""
+        """Return the changes to config.json; `dtype` is the value of `--dtype`, or "base" with `--quantize`."""
 
     @abstractmethod
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
@@ -158,8 +171,10 @@ class OutputFormat(ABC):
         """Return the contents of `ckptx.json`, without files and sidecars."""
 
 
-def float_edits(view: ModelView, cast: CastTarget, base: BaseCheckpoint, rows: Sequence[dict[str, Any]]) -> ConfigEdits:
-    """Return `rows`, with edits that remove the quantization config if every weight is a float."""
-    quantization = quantization_edits(view, cast.target, base)
+def float_edits(
+    view: ModelView, cast: CastTensors, base: BaseCheckpoint, changes: Sequence[dict[str, Any]]
+) -> ConfigEdits:
+    """Return `changes`, followed by those of `dequantization_edits_if_float`, with a note if there are any of these."""
+    quantization = dequantization_edits_if_float(view, cast.target, base)
     note = "quantization settings removed from config.json: every weight is a float"
-    return ConfigEdits((*rows, *quantization), (note,) if quantization else ())
+    return ConfigEdits((*changes, *quantization), (note,) if quantization else ())

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
-from ckptx.conversion.steps.dtypes import CastTarget
+from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.output_check import check_sharded
@@ -46,15 +46,15 @@ class ShardedFormat(OutputFormat):
         return "model"
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
-        target, model = contents.sharded.target, contents.sharded.model
-        assert model is not None
+        target, sharding = contents.sharded.target, contents.sharded.sharding
+        assert sharding is not None
         layout = sharded_layout.allocate(
             dst,
             (
-                (entry, model.placements[name].stage, model.placements[name].blocks)
+                (entry, sharding.placements[name].stage, sharding.placements[name].blocks)
                 for name, entry in target.tensors.items()
             ),
-            model.dims,
+            sharding.dims,
         )
         return Allocation(
             layout.catalog,
@@ -65,10 +65,16 @@ class ShardedFormat(OutputFormat):
         )
 
     def edits(
-        self, view: ModelView, named: NamedTarget, cast: CastTarget, base: BaseCheckpoint, ties: Ties, dtype: str
+        self,
+        view: ModelView,
+        named_target: NamedTarget,
+        cast: CastTensors,
+        base: BaseCheckpoint,
+        ties: Ties,
+        dtype: str,
     ) -> ConfigEdits:
-        edits = safetensors_edits(view, named, cast, base, ties, dtype)
-        return ConfigEdits(edits.rows, (*edits.notes, *_forced_tie_note(ties, edits)))
+        edits = safetensors_edits(view, named_target, cast, base, ties, dtype)
+        return ConfigEdits(edits.changes, (*edits.notes, *_forced_tie_note(ties, edits)))
 
     def sidecars(self, base: BaseCheckpoint) -> list[str]:
         catalog = base.sidecar_source
@@ -81,7 +87,7 @@ class ShardedFormat(OutputFormat):
             digests,
             copies=contents.sharded.target.copies,
             original=contents.original_files,
-            mesh=contents.sharded.model,
+            sharding=contents.sharded.sharding,
         )
 
 
@@ -91,7 +97,7 @@ def _forced_tie_note(ties: Ties, edits: ConfigEdits) -> tuple[str, ...]:
     Its loader of sharded safetensors fills the parameters of a model that is already tied, and never compares them.
     """
     differing = [each for each in ties.decisions if each.declared and each.action == "keep-both"]
-    if not differing or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.rows):
+    if not differing or any(edit["key"].endswith("tie_word_embeddings") for edit in edits.changes):
         return ()
     note = (
         f'"{differing[0].target}" and "{differing[0].source}" differ, but the class always ties them: from_pretrained '

@@ -37,7 +37,8 @@ class BaseCheckpoint:
         config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
         dtypes: Tensor name in the base -> dtype.
         file_numbers: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
-        is_none: True with `--base none`.
+        is_none: True with `--base none`: no sidecar files are written.
+        is_dequantized: True if the quantized weights of the source are decoded.
         notes: Notes for the user.
     """
 
@@ -47,6 +48,7 @@ class BaseCheckpoint:
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     file_numbers: Mapping[str, int] = field(default_factory=dict)
     is_none: bool = False
+    is_dequantized: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,7 +68,8 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
 
     Raises:
         InputError: There is no config, or it is damaged.
-        UnsupportedError: `--base` names a DCP.
+        UnsupportedError: `--base` names a training checkpoint, such as a DCP.
+        OutputError: `dst` overlaps the base.
     """
     base = _open_base(options)
     if base is not None:
@@ -75,6 +78,8 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
         return BaseCheckpoint(source, base, base.config, {name: entry.dtype for name, entry in base.tensors.items()})
     if options.base == "none":
         note = "--base none: no config used; tied weights and name prefixes are not detected"
+        if source.config is not None:
+            note = f"--base none: {source.root}/config.json is read but not written; loaders need a config"
         return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
     adjacent = _adjacent_base(source)
     if adjacent.config is not None:
@@ -96,8 +101,8 @@ def no_config_error(source: Catalog) -> InputError:
             "--base none to keep the names"
         )
     return InputError(
-        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base PATH with the "
-        "checkpoint it was trained from, or --base none to write tensors without a config"
+        f"{root}: has no config.json, which names the architecture and its tied weights; pass --base PATH with an "
+        "HF checkpoint whose config.json describes the model, or --base none to write tensors without a config"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptx.catalog.dtype import CAST_TARGETS, DType
+from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
@@ -14,59 +14,60 @@ from ckptx.conversion.steps.restoration import usable_manifest
 from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.mapping.config_edits import dequantization_edits, dtype_edits, dtypes_in, is_exact_in, widening_edits
-from ckptx.mapping.dtypes import base_targets, cast_targets
+from ckptx.mapping.dtypes import dtypes_after_cast, dtypes_as_in_base
 from ckptx.model_view.view import ModelView, rules_of
-from ckptx.report.report import counted
-from ckptx.wording import first_of
+from ckptx.wording import counted, first_of
 
 
 @dataclass(frozen=True, slots=True)
-class CastTarget:
+class CastTensors:
     """Target tensors with their final dtypes.
 
     Attributes:
         target: Target tensors.
         was_cast: True if any dtype differs from that in the source.
-        uncast: Float tensors that `--dtype` does not cast; None without `--dtype`.
-        base_dtypes: Result of `--dtype base`: number of tensors with the dtype of the base, names that the base lacks,
-            names whose dtype differs from the base; None without `--dtype base`.
+        uncast: Float tensors that `--dtype` does not cast; None for `--dtype auto`.
+        base_dtype_counts: Result of `--dtype base`: number of tensors with the dtype of the base, names that the base
+            lacks, names that are quantized in the base; None without `--dtype base`.
         notes: Notes for the user.
     """
 
     target: TargetTensors
     was_cast: bool = False
     uncast: list[str] | None = None
-    base_dtypes: dict[str, Any] | None = None
+    base_dtype_counts: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
-def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, dtype_option: Any) -> CastTarget:
+def cast_tensors(view: ModelView, named_target: NamedTarget, base: BaseCheckpoint, dtype_option: Any) -> CastTensors:
     """Set the dtype of each target tensor.
 
     Args:
         view: Model in the source.
-        named: Target tensors under their names.
-        base: Base, whose dtypes `--dtype base` takes over, and whose float32 tensors a cast keeps in float32.
-        dtype_option: Value of `--dtype`.
+        named_target: Target tensors under their new names.
+        base: Base, whose dtypes `--dtype base` takes over. Other casts keep its float32 tensors in float32, unless all
+            of its tensors are float32.
+        dtype_option: Value of `--dtype`: "auto" keeps the dtypes of the source, "base" takes those of the base, and
+            "bf16", "fp16" and "fp32" cast to one dtype.
 
     Raises:
         UsageError: `--dtype base` without known dtypes of a base.
     """
-    target, architecture = named.target, view.architecture
+    target, architecture = named_target.target, view.architecture
     base_dtypes: dict[str, DType] = {}
     if dtype_option != "auto" and base.dtypes:
-        base_dtypes = _base_dtypes_by_target(base.dtypes, view, target.tensors, named.naming)
+        base_dtypes = _base_dtypes_by_target(base.dtypes, view, target.tensors, named_target.naming)
     if dtype_option == "base":
         if not base.dtypes:
             raise UsageError(
-                "--dtype base: the dtypes of the base are unknown; pass --base PATH, a checkpoint with weights, to "
-                "convert to-hf or reshard, or choose a dtype"
+                "--dtype base: the dtypes of the base are unknown; pass --base PATH with a checkpoint that has weights "
+                "(option of convert to-hf and reshard), or choose a dtype"
             )
-        dtypes = base_targets(target.tensors, base_dtypes)
+        dtypes = dtypes_as_in_base(target.tensors, base_dtypes)
     else:
-        dtypes = cast_targets(
+        dtypes = dtypes_after_cast(
             target.tensors,
-            CAST_TARGETS.get(dtype_option),
+            DTYPE_BY_OPTION.get(dtype_option),
             lambda name: (
                 architecture is not None and dtype_option != "fp32" and architecture.keeps_fp32(name, dtype_option)
             ),
@@ -82,14 +83,14 @@ def cast_tensors(view: ModelView, named: NamedTarget, base: BaseCheckpoint, dtyp
     if dtype_option == "base":
         return _cast_to_base(target, base_dtypes, was_cast=bool(changed))
     if dtype_option == "auto":
-        return CastTarget(target, was_cast=bool(changed))
-    target_dtype = CAST_TARGETS[dtype_option]
+        return CastTensors(target, was_cast=bool(changed))
+    target_dtype = DTYPE_BY_OPTION[dtype_option]
     uncast = [
         name
         for name, entry in target.tensors.items()
         if entry.dtype.is_castable and name not in changed and entry.dtype is not target_dtype
     ]
-    return CastTarget(target, bool(changed), uncast)
+    return CastTensors(target, bool(changed), uncast)
 
 
 def _float32_names(base: Mapping[str, DType], base_dtypes: Mapping[str, DType]) -> frozenset[str]:
@@ -126,7 +127,7 @@ def _base_dtypes_by_target(
     return dtypes
 
 
-def _cast_to_base(target: TargetTensors, base_dtypes: Mapping[str, DType], *, was_cast: bool) -> CastTarget:
+def _cast_to_base(target: TargetTensors, base_dtypes: Mapping[str, DType], *, was_cast: bool) -> CastTensors:
     floats = {name: entry for name, entry in target.tensors.items() if entry.dtype.is_castable}
     missing = [name for name in floats if name not in base_dtypes]
     differing = [name for name, entry in floats.items() if name in base_dtypes and base_dtypes[name] is not entry.dtype]
@@ -140,29 +141,35 @@ def _cast_to_base(target: TargetTensors, base_dtypes: Mapping[str, DType], *, wa
             f"--dtype base: {counted(len(differing), 'tensor')} quantized in the base, dtype unchanged: "
             f'"{first}" is {base_dtypes[first]} in the base, {floats[first].dtype} here'
         )
-    as_base = len(floats) - len(missing) - len(differing)
-    counts = {"as_base": as_base, "lacking": missing, "otherwise": differing}
-    return CastTarget(target, was_cast, [*missing, *differing], counts, tuple(notes))
+    matching = len(floats) - len(missing) - len(differing)
+    counts = {"matching": matching, "not_in_base": missing, "quantized_in_base": differing}
+    return CastTensors(target, was_cast, [*missing, *differing], counts, tuple(notes))
 
 
-def lossless_edits(
-    view: ModelView, cast: CastTarget, base: BaseCheckpoint, naming: NameMap, dtype_option: str
+def config_dtype_edits(
+    view: ModelView, cast: CastTensors, base: BaseCheckpoint, naming: NameMap, dtype_option: str
 ) -> list[dict[str, Any]]:
-    """Return edits to the dtypes in config.json, so that loading by the config loses no precision.
+    """Return edits to the dtypes in config.json, so that loading in the dtype of the config loses no precision.
 
-    A cast to one dtype sets the config to it. Otherwise the config is edited only if its dtype cannot represent that of
-    some tensors, and these tensors got their dtype after the config was written. This is so if the base has them in
-    another dtype. Tensors without a known dtype in the base count only if they have at least half of the elements of
-    all floats. The config stays unchanged if it is the checkpoint's own, and that is an HF checkpoint or an unchanged
-    conversion of one by ckptx. Tensors that the model keeps in float32 under any config do not count. The formats of
-    source and output do not matter.
+    A cast to bf16, fp16 or fp32 sets the config to it. For "auto" and "base", the config is
+
+    * unchanged if its dtype represents all tensors exactly, not counting those that the model keeps in float32 under
+      any config;
+    * unchanged if it is the checkpoint's own config, and the checkpoint is one of Hugging Face or an unchanged
+      conversion of one by ckptx;
+    * edited if some of the tensors that it would round have another dtype in the base: they got their dtype after the
+      config was written;
+    * edited if the base has no dtype for some of these tensors, and they have at least half of the elements of all
+      floats.
+
+    The formats of source and output do not matter.
 
     Args:
         view: Model in the source.
         cast: Target tensors with the dtypes that are written.
         base: Base that the config comes from.
         naming: Map from target names to model names.
-        dtype_option: Value of `--dtype`.
+        dtype_option: Value of `--dtype`, see `cast_tensors`.
     """
     config, target = view.config, cast.target
     if config is None:
@@ -178,9 +185,9 @@ def lossless_edits(
         for name, entry in floats.items()
         if not all(is_exact_in(entry.dtype.name, each) for each in config_dtypes)
     }
-    if dtype_option in CAST_TARGETS:
+    if dtype_option in DTYPE_BY_OPTION:
         return dtype_edits(config, dtype_option) if cast.was_cast or rounded else []
-    if not rounded or _is_untrained(view, base):
+    if not rounded or _is_unchanged_since_config(view, base):
         return []
     base_dtypes = _base_dtypes_by_target(base.dtypes, view, rounded, naming) if base.dtypes else {}
     changed = {
@@ -197,13 +204,13 @@ def lossless_edits(
     )
 
 
-def quantization_edits(view: ModelView, target: TargetTensors, base: BaseCheckpoint) -> list[dict[str, Any]]:
-    """Return edits that remove the quantization from config.json if float weights are written with a quantized base.
+def dequantization_edits_if_float(view: ModelView, target: TargetTensors, base: BaseCheckpoint) -> list[dict[str, Any]]:
+    """Return edits that remove the quantization from config.json if every weight that is written is a float.
 
     Loaders look for scales if the config declares quantization, find none, and keep randomly initialized weights. The
     config of a checkpoint that was not trained since is correct and stays unchanged.
     """
-    if view.config is None or _is_untrained(view, base):
+    if view.config is None or _is_unchanged_since_config(view, base):
         return []
     if any(not entry.dtype.is_castable for entry in target.tensors.values() if len(entry.shape) > 1):
         return []
@@ -219,12 +226,12 @@ def _is_loaded_in_float32(view: ModelView, name: str) -> bool:
     return view.architecture is not None and view.architecture.keeps_fp32(name, "bf16")
 
 
-def _is_untrained(view: ModelView, base: BaseCheckpoint) -> bool:
+def _is_unchanged_since_config(view: ModelView, base: BaseCheckpoint) -> bool:
     """Return True if the config is the checkpoint's own and no training took place since it was written.
 
     This holds for an HF checkpoint and for a conversion of one by ckptx. A config from `--base` was written for other
     files, and a state dict with another file name than `pytorch_model.bin` comes from a trainer.
     """
-    if base.catalog is not None:
+    if base.catalog is not None or base.is_dequantized:
         return False
     return view.catalog.is_published or usable_manifest(view, []) is not None

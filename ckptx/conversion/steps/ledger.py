@@ -1,11 +1,13 @@
-"""Ledger of a conversion: every source tensor is written, shared or dropped."""
+"""Ledger of a conversion: every source tensor is written, tied to a written one, merged into one, or dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import InternalError
 from ckptx.report.report import count_dtypes
@@ -17,8 +19,8 @@ class Ledger:
     """Counts of source and target names.
 
     Attributes:
-        counts_by_outcome: Number of source names that were `written`, are `aliases` of a written name, or were
-            `dropped`.
+        counts_by_outcome: Number of source names that were "written", are "tied" to a written name, were
+            "merged" into a decoded weight, or were "dropped".
         source_count: Number of source names.
         target_count: Number of target names.
         distinct_count: Number of distinct tensors among them.
@@ -35,7 +37,7 @@ class Ledger:
     aliases: int
     dtypes: Mapping[str, dict[str, int]]
 
-    def to_dict(self) -> dict[str, Any]:
+    def report_entry(self) -> dict[str, Any]:
         """Return the `ledger` of the report."""
         target = {
             "tensors": self.target_count,
@@ -52,9 +54,11 @@ def build_ledger(
     *,
     written: Collection[str],
     shared: Collection[str],
+    merged: Collection[str] = (),
     dropped: Collection[str],
     aliases: Mapping[str, str],
     representatives: Mapping[str, str],
+    stored_dtype: Callable[[TensorEntry], DType] = attrgetter("dtype"),
 ) -> Ledger:
     """Check that the plan accounts for every source tensor, and count them.
 
@@ -63,15 +67,22 @@ def build_ledger(
         plan: Copy plan.
         written: Stored names of the tensors that the target is made of.
         shared: Stored names of tied tensors.
+        merged: Stored names of scales and other parts of quantized weights that are decoded.
         dropped: Stored names of dropped tensors.
         aliases: Name in the target -> name it shares bytes with.
         representatives: Stored name -> representative name, equal for all names of one tensor.
+        stored_dtype: Function that returns the dtype on disk of a source entry.
 
     Raises:
-        InternalError: A tensor is neither written nor shared nor dropped.
+        InternalError: A tensor is neither written nor shared nor merged nor dropped.
     """
     disk_names, remaining, counts_by_outcome = set(source_names), set(source_names), {}
-    for outcome, names in (("written", written), ("aliases", shared), ("dropped", dropped)):
+    for outcome, names in (
+        ("written", written),
+        ("tied", shared),
+        ("merged", merged),
+        ("dropped", dropped),
+    ):
         counts_by_outcome[outcome] = len(remaining.intersection(names))
         remaining.difference_update(names)
     if remaining:
@@ -87,7 +98,7 @@ def build_ledger(
         len(steps) - len(keys),
         len(aliases),
         {
-            "before": count_dtypes(step.source for step in all_steps),
+            "before": count_dtypes(step.source._replace(dtype=stored_dtype(step.source)) for step in all_steps),
             "after": count_dtypes(step.target for step in all_steps),
         },
     )

@@ -14,71 +14,75 @@ from ckptx.version import __version__
 
 
 def manifest_of(
-    kind: str,
-    layout: Catalog,
+    format_name: str,
+    catalog: Catalog,
     digests: Mapping[str, str],
     *,
     aliases: Mapping[str, str] | None = None,
     copies: Mapping[str, str] | None = None,
     original: OriginalFiles | None = None,
-    mesh: ShardedModel | None = None,
+    sharding: ShardedModel | None = None,
     model_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the manifest of an output, without files and sidecars.
 
     Args:
-        kind: "dcp", "sharded" or "huggingface".
-        layout: Allocated output.
+        format_name: "dcp", "sharded" or "huggingface".
+        catalog: Catalog of the allocated output.
         digests: Digest of each stored tensor.
         aliases: Name that shares the bytes of a stored tensor -> name of that tensor.
         copies: Stored name with the same bytes as another -> name of the other.
         original: Record from which the original files can be restored; None for none.
-        mesh: Sharding of the tensors; None if they are whole.
+        sharding: Sharding of the tensors; None if they are whole.
         model_names: Output name -> model name, where they differ.
     """
     aliases, copies, model_names = aliases or {}, copies or {}, model_names or {}
-    chunk_table = _ChunkTable(layout)
-    rows: dict[str, Any] = {}
-    for name in (*layout.tensors, *aliases):
+    chunk_table = _ChunkTable(catalog)
+    tensors: dict[str, Any] = {}
+    for name in (*catalog.tensors, *aliases):
         stored = aliases.get(name, name)
-        _, dtype, shape, chunks, _ = layout.tensors[stored]
+        _, dtype, shape, chunks, _ = catalog.tensors[stored]
         key, number = chunk_table.reference(chunks)
-        row: dict[str, Any] = {"dtype": dtype.name, "shape": shape, "digest": digests[stored], key: number}
+        entry: dict[str, Any] = {"dtype": dtype.name, "shape": shape, "digest": digests[stored], key: number}
         if name in aliases or name in copies:
-            row["tied_to"] = aliases.get(name) or copies[name]
+            entry["tied_to"] = aliases.get(name) or copies[name]
         if name in model_names:
-            row["model"] = model_names[name]
-        rows[name] = row
-    dims = None if mesh is None else mesh.dims
+            entry["model"] = model_names[name]
+        tensors[name] = entry
+    dims = None if sharding is None else sharding.dims
     return {
         "ckptx": SCHEMA,
         "tool": __version__,
-        "format": kind,
+        "format": format_name,
         "layout": {
             "tp": dims.tp if dims else 1,
             "pp": dims.pp if dims else 1,
             "dp_shard": dims.dp_shard if dims else 1,
             "rank_order": RANK_ORDER,
-            "stages": mesh.layers() if mesh else None,
-            **({"tp_plan": mesh.user_plan} if mesh and mesh.user_plan is not None else {}),
+            "stages": sharding.layers() if sharding else None,
+            **({"tp_plan": sharding.user_plan} if sharding and sharding.user_plan is not None else {}),
         },
         "origin": None if original is None else original.to_json(),
-        "cuts": chunk_table.rows,
-        "tensors": rows,
+        "cuts": chunk_table.shardings,
+        "tensors": tensors,
     }
 
 
 class _ChunkTable:
-    """Numbered lists of chunks; tensors with the same chunks in the same files share one."""
+    """Numbered lists of chunks; tensors with the same chunks in the same files share one.
 
-    def __init__(self, layout: Catalog) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._files = {name: index for index, name in enumerate(layout.files)}
+    Attributes:
+        shardings: `cuts` of the manifest.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.shardings: list[dict[str, Any]] = []
+        self._files = {name: index for index, name in enumerate(catalog.files)}
         self._indices: dict[tuple[int, int], int] = {}
         self._ids = ObjectIds()
 
     def reference(self, chunks: Sequence[Chunk]) -> tuple[str, int]:
-        """Return "file" and a file index if the tensor is in one chunk, else "cut" and an index in `rows`."""
+        """Return "file" and a file index if the tensor is in one chunk, else "cut" and an index in `shardings`."""
         if type(chunks) is not ShardedChunks:
             (chunk,) = chunks
             return "file", self._files[chunk.file]
@@ -87,8 +91,8 @@ class _ChunkTable:
         key = (self._ids(chunks.blocks), self._ids(chunks.files))
         number = self._indices.get(key)
         if number is None:
-            number = self._indices[key] = len(self.rows)
-            self.rows.append(
+            number = self._indices[key] = len(self.shardings)
+            self.shardings.append(
                 {
                     "files": [self._files[file] for file in chunks.files],
                     "offsets": [block.region.offsets for block in chunks.blocks],

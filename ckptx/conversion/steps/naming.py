@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import SCHEMES, detect_scheme
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UnsupportedError
+from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rules import NameRules, RenamedTensors
 from ckptx.model_view.view import ModelView, rules_of, trainer_rules
 
@@ -19,7 +21,7 @@ class NameMap:
     """Map from target names to model names and to the names before renaming.
 
     Attributes:
-        rules: Rules to model names; None if the class is unknown.
+        rules: Rules to model names, or from the names of a trainer to disk names; None if the class is unknown.
         sources: New name -> old names of the tensors it is made of; empty if no name changed.
     """
 
@@ -27,7 +29,10 @@ class NameMap:
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def model_name(self, name: str) -> str | None:
-        """Return the name of the model tensor that a target tensor is loaded into; None if the model has none."""
+        """Return the name of the model tensor that a target tensor is loaded into; None if the model has none.
+
+        For a name of a trainer, it is the disk name; for an unknown class, the name itself.
+        """
         return name if self.rules is None else self.rules.model_name(name)
 
     def target_names(self, view: ModelView) -> dict[str, str]:
@@ -41,6 +46,29 @@ class NameMap:
 
 
 @dataclass(frozen=True, slots=True)
+class SchemeChange:
+    """Change of the naming scheme from or to the names of a trainer.
+
+    Attributes:
+        before: Scheme of the source: "hf", "model" or a trainer.
+        after: Scheme of the target.
+        conversions: Conversions between the names of the trainer and disk names.
+    """
+
+    before: str
+    after: str
+    conversions: tuple[Conversion, ...]
+
+    def report_entry(self) -> dict[str, Any]:
+        """Return the `names` entry of the report."""
+        heads = {
+            each.targets[0]: op.args[0] for each in self.conversions for op in each.ops if op.kind == "permute_rope"
+        }
+        permuted = [{"name": name, "heads": count} for name, count in heads.items()]
+        return {"before": self.before, "after": self.after, "permuted": permuted}
+
+
+@dataclass(frozen=True, slots=True)
 class NamedTarget:
     """Target tensors under their new names.
 
@@ -48,11 +76,13 @@ class NamedTarget:
         target: Target tensors.
         naming: Map from their names to model names and to their old names.
         notes: Notes for the user.
+        scheme_change: Change from or to the names of a trainer; None for no such change.
     """
 
     target: TargetTensors
     naming: NameMap
     notes: tuple[str, ...] = ()
+    scheme_change: SchemeChange | None = None
 
 
 def rename_tensors(
@@ -73,7 +103,7 @@ def rename_tensors(
         original_names: Names of the original files that a manifest records; None for none.
 
     Raises:
-        UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
+        UnsupportedError: `--names` is set and the naming of the class is unknown, or ckptx lacks a conversion.
         InputError: Some of the tensors that are combined into one are missing.
     """
     disk_rules, trainer_to_disk = (
@@ -104,6 +134,7 @@ def rename_tensors(
             raise
         unchanged = "hf" if requested == "model" else "model"
         raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
+    before = "hf" if _is_unchanged(renamed) else "model"
     if scheme is not None:
         rules = _scheme_rules(scheme, view)
         renamed = renamed.then(rules.to_disk(renamed.tensors))
@@ -113,9 +144,19 @@ def rename_tensors(
                 "no names for quantization scales; pass --names hf"
             )
     notes = tuple(renamed.notes)
-    if all(sources == (name,) for name, sources in renamed.sources.items()):
+    if _is_unchanged(renamed):
         return NamedTarget(target, NameMap(rules), notes)
-    return NamedTarget(_apply_renaming(target, renamed), NameMap(rules, renamed.sources), notes)
+    source_scheme = _source_scheme(view) if view.trainer_conversions else None
+    change = None
+    if source_scheme is not None:
+        change = SchemeChange(source_scheme.trainer, requested, view.trainer_conversions)
+    elif scheme is not None:
+        change = SchemeChange(before, requested, tuple(rules.conversions))
+    return NamedTarget(_apply_renaming(target, renamed), NameMap(rules, renamed.sources), notes, change)
+
+
+def _is_unchanged(renamed: RenamedTensors) -> bool:
+    return all(sources == (name,) for name, sources in renamed.sources.items())
 
 
 def _source_scheme(view: ModelView) -> TrainerScheme | None:

@@ -52,10 +52,13 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
 
     Raises:
         InputError, UnsupportedError: The source cannot be opened.
-        OutputError: The target already exists, or contains a file of the source.
+        OutputError: The target already exists, overlaps the source, or is the report file. A dry run only notes that it
+            exists.
     """
     processes = PeerProcesses.from_environment(options.timeout)
     with processes.session() if processes is not None else nullcontext():
+        if not str(dst):  # an unset variable of a shell, not the current directory
+            raise OutputError('"": the path is empty; choose a DST')
         dst = Path(dst)
         if options.report_file is not None and (processes is None or not processes.rank):
             check_report_path(options.report_file)

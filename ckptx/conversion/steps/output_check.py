@@ -79,6 +79,8 @@ def check_sharded(tree: Source, catalog: Catalog) -> None:
 def check_dcp(tree: Source, output: DcpOutput) -> None:
     """Read the heads of archives back, and parse each `.metadata` that is about to be written.
 
+    With very many blocks, only the first and the last of each file are read, and no `.metadata` is parsed.
+
     Raises:
         InternalError: A block differs from the plan.
     """

@@ -20,16 +20,16 @@ def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log)
         outcome: Result of the copy, with the counts.
         is_allowed: True with `--allow-overflow`.
         dtype: Value of `--dtype`.
-        log: Receives a line for each tensor, up to 20.
+        log: Receives a line for each of the first 20 tensors, and one with the number of the others.
 
     Raises:
         InputError: A finite number of the source became infinite.
     """
     if outcome.overflows and not is_allowed:
-        rows = [f'"{name}": {counted(count, "number")} too large' for name, count in outcome.overflows.items()]
-        log.note(*rows[:_MAX_LISTED])
-        if len(rows) > _MAX_LISTED:
-            log.note(f"and {counted(len(rows) - _MAX_LISTED, 'more tensor')} with too large numbers")
+        lines = [f'"{name}": {counted(count, "number")} too large' for name, count in outcome.overflows.items()]
+        log.note(*lines[:_MAX_LISTED])
+        if len(lines) > _MAX_LISTED:
+            log.note(f"and {counted(len(lines) - _MAX_LISTED, 'more tensor')} with too large numbers")
         raise InputError(
             f"--dtype {dtype}: {_describe(outcome.overflows)} {_is_or_are(outcome.overflows)} too large for the "
             "dtype and would become infinite; choose a dtype with a larger range, such as bf16 or fp32, or pass "
@@ -47,8 +47,8 @@ def range_notes(outcome: CopyResult) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def count_rows(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the counts as rows of the report."""
+def overflow_entries(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the `overflows` or `underflows` of the report, given the number of elements by tensor name."""
     return [{"name": name, "count": count} for name, count in counts.items()]
 
 

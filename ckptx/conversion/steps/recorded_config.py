@@ -1,13 +1,14 @@
-"""Compare the config that decides the order of rows with the one that `ckptx.json` records.
+"""Check that config.json is the one that the tensors were converted with, whose digest `ckptx.json` records.
 
-Under torchtitan names and under model names, some tensors hold the rows of the tensors on the Hub in another order, or
-several of them. The inverse depends on numbers in config.json: heads, groups, sizes. With a config that was edited in
-between, it gives tensors of the right shape with wrong rows, which only the recorded digest reveals.
+Under torchtitan names and under model names (state dict of transformers), some tensors are permuted or fused versions
+of the tensors with disk names (as on the Hub). Undoing this depends on numbers in config.json: heads, groups, sizes.
+With a config that was edited in between, it gives tensors of the right shape with wrong rows, which only the recorded
+digest reveals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import find_trainer_conversions
@@ -19,7 +20,7 @@ from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
-from ckptx.mapping.ops import Conversion
+from ckptx.mapping.ops import Conversion, Op
 from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of
 from ckptx.storage.interface import Location, Source
 from ckptx.transfer.digest import bytes_digest_hex
@@ -28,13 +29,13 @@ from ckptx.untrusted.limits import MAX_METADATA_BYTES
 _CONFIG = "config.json"
 
 
-def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTarget) -> None:
+def check_recorded_config(view: ModelView, base: BaseCheckpoint, named_target: NamedTarget) -> None:
     """Check that the config gives the same order of rows as the one that the checkpoint was written with.
 
     Args:
         view: Model in the source.
         base: Checkpoint that the config comes from.
-        named: Target tensors under their new names.
+        named_target: Target tensors under their new names.
 
     Raises:
         InputError: The config is a different one, and tensors are combined, split or reordered by it.
@@ -48,32 +49,35 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named: NamedTar
     if _config_digest(source) == recorded.digest:
         return
     without_disk_name = _tensors_without_disk_name(view, manifest)
-    config_dependent = _config_dependent_tensors(view, named) or without_disk_name
+    config_dependent = _config_dependent_tensors(view, named_target) or without_disk_name
     if not config_dependent:
         return
     source_config = config_source(view.catalog)
     if config_path == source_config.location / _CONFIG:
         raise InputError(
-            f"{config_path}: differs from the config that {MANIFEST} records, which sets the order of elements in "
+            f"{config_path}: differs from the config that {MANIFEST} records, which sets the order of rows in "
             f"tensors ({_name_first(config_dependent)}); restore it, or pass --base PATH with the config that the "
             "tensors were written with"
         )
     if without_disk_name:
         raise InputError(
-            f"{config_path}: its class has no Hugging Face names for these tensors ({_name_first(without_disk_name)}); "
-            "pass --base PATH with the model that they came from"
+            f"{config_path}: its class has no disk names (as on the Hub) for tensors of the checkpoint "
+            f"({_name_first(without_disk_name)}); pass --base PATH with the model that they came from"
         )
     if _config_digest(source_config) == recorded.digest:
         _compare_operations(view, config_path, read_json_object(source_config, _CONFIG))
 
 
-def _config_dependent_tensors(view: ModelView, named: NamedTarget) -> list[str]:
-    """Return the names of tensors whose element order depends on numbers of a config, in the source or the target."""
-    rules, trainer_rules = rules_of(view), named.naming.rules
+def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> list[str]:
+    """Return names or patterns of tensors whose order of rows depends on numbers of a config, in the source or target.
+
+    One is returned for each conversion in the source; empty if no order depends on the config.
+    """
+    rules, target_rules = rules_of(view), named_target.naming.rules
     trainer_conversions = [each for each in view.trainer_conversions if _reads_config(each)]
     model_conversions = [each for each in rules.conversions if _reads_config(each)] if rules is not None else []
     target_conversions = (
-        [each for each in trainer_rules.conversions if _reads_config(each)] if trainer_rules is not None else []
+        [each for each in target_rules.conversions if _reads_config(each)] if target_rules is not None else []
     )
     found = [conversion.sources[0] for conversion in trainer_conversions]
     patterns = _name_patterns(view)
@@ -82,8 +86,8 @@ def _config_dependent_tensors(view: ModelView, named: NamedTarget) -> list[str]:
             found.append(conversion.targets[0])
     if not found and (model_conversions or target_conversions):
         stored = {id(entry.chunks) for entry in view.tensors.values()}
-        source = named.target.source.tensors
-        found = [name for name, old in named.target.source_names.items() if id(source[old].chunks) not in stored]
+        source = named_target.target.source.tensors
+        found = [name for name, old in named_target.target.source_names.items() if id(source[old].chunks) not in stored]
     return found
 
 
@@ -128,14 +132,16 @@ def _compare_operations(view: ModelView, config_path: Location, recorded_config:
     for sources, ops in operations.items():
         if recorded_operations.get(sources, ops) != ops:
             raise InputError(
-                f'{config_path}: orders the elements of "{sources[0]}" by {_describe(ops)}, but the {_CONFIG} that the '
-                f"tensors were written with by {_describe(recorded_operations[sources])}; pass --base PATH with the "
-                "model that they came from"
+                f"{config_path}: {_describe_difference(sources[0], ops, recorded_operations[sources])}; pass --base "
+                "PATH with the model that they came from"
             )
 
 
 def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[Any, ...]]:
-    """Map sources and targets of each conversion of a config to its operations."""
+    """Map sources and targets of each conversion of a config to its operations.
+
+    Empty if the class is unknown, or if the config lacks a number that a conversion needs.
+    """
     architecture = view.disk_architecture
     if architecture is None:
         return {}
@@ -148,8 +154,15 @@ def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, .
     return {(*each.sources, *each.targets): each.ops for each in conversions if each.ops}
 
 
-def _describe(ops: Iterable[Any]) -> str:
-    return ", ".join(f"{op.kind} {list(op.args)}" for op in ops)
+def _describe_difference(name: str, ops: Sequence[Op], recorded: Sequence[Op]) -> str:
+    """Return how the order of elements differs: by the number of heads, or in another way."""
+    heads, recorded_heads = ([op.args[0] for op in each if op.kind == "permute_rope"] for each in (ops, recorded))
+    if heads and recorded_heads and heads != recorded_heads:
+        return (
+            f'gives {heads[0]} heads for "{name}", but the tensors were written with a {_CONFIG} that gives '
+            f"{recorded_heads[0]}, and the order of rows depends on this number"
+        )
+    return f'gives another order of elements in "{name}" than the {_CONFIG} that the tensors were written with'
 
 
 def _name_first(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Share of a model that tensor parallelism shards, and the tensors that TP ranks replicate."""
+"""Fraction of a model that tensor parallelism shards, and the tensors that TP ranks replicate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptx.model_view.sharder import ShardedModel
 from ckptx.report.report import human_bytes
 from ckptx.wording import counted
 
-_MIN_SHARDED_SHARE = 0.5  # fraction of the bytes; sharding less with TP is rarely intended
+_MIN_SHARDED_FRACTION = 0.5  # of the bytes; sharding less with TP is rarely intended
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,29 +19,30 @@ class Replication:
     """Sizes of the tensors that TP shards and replicates.
 
     Attributes:
-        tensors: Number of tensors of the model that are replicated.
-        sharded: Number of tensors that TP shards.
-        nbytes: Bytes of the replicated tensors, each counted once.
+        replicated_count: Number of tensor names that TP replicates, including copies and aliases.
+        sharded_count: Number of tensor names that TP shards, including copies and aliases.
+        replicated_nbytes: Bytes of the replicated tensors, each counted once.
         model_nbytes: Bytes of all tensors, each counted once.
-        layer_share: Share of the bytes within layers that TP shards; None without known layers.
-        stored_nbytes: Bytes that all ranks store together.
+        sharded_layer_fraction: Fraction of the bytes within layers that TP shards, 0 to 1; None without known layers.
+        stored_nbytes: Bytes that are stored, summed over all ranks.
     """
 
-    tensors: int
-    sharded: int
-    nbytes: int
+    replicated_count: int
+    sharded_count: int
+    replicated_nbytes: int
     model_nbytes: int
-    layer_share: float | None
+    sharded_layer_fraction: float | None
     stored_nbytes: int
 
     @property
-    def share(self) -> float:
-        """Return the replicated share of the bytes of the model."""
-        return self.nbytes / self.model_nbytes if self.model_nbytes else 0.0
+    def replicated_fraction(self) -> float:
+        """Return the fraction of the bytes of the model that TP replicates, 0 to 1."""
+        return self.replicated_nbytes / self.model_nbytes if self.model_nbytes else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def report_entry(self) -> dict[str, Any]:
         """Return the `replicated` entry of the report."""
-        return {"tensors": self.tensors, "bytes": self.nbytes, "share": round(self.share, 6)}
+        share = round(self.replicated_fraction, 6)
+        return {"tensors": self.replicated_count, "bytes": self.replicated_nbytes, "share": share}
 
     def notes(self, tp: int, subject: str) -> tuple[str, ...]:
         """Return a warning if TP shards nothing, or only a small part of the model or of its layers.
@@ -50,18 +51,25 @@ class Replication:
             tp: Number of TP ranks.
             subject: Name of the model class.
         """
-        is_small = 1 - self.share < _MIN_SHARDED_SHARE
-        is_outside = self.layer_share is not None and self.layer_share < _MIN_SHARDED_SHARE
+        is_small = 1 - self.replicated_fraction < _MIN_SHARDED_FRACTION
+        fraction = self.sharded_layer_fraction
+        is_outside = fraction is not None and fraction < _MIN_SHARDED_FRACTION
         if tp == 1 or not self.model_nbytes or not (is_small or is_outside):
             return ()
-        rules = f"no TP rule matches a tensor of {subject}" if not self.sharded else f"TP rules of {subject} match few"
-        if self.sharded and not is_small:
+        replicated = (
+            f"{counted(self.replicated_count, 'tensor')}, {self.replicated_fraction:.0%} of the parameter bytes"
+        )
+        rules = (
+            f"no TP rule matches a tensor of {subject}"
+            if not self.sharded_count
+            else f"TP rules of {subject} match few"
+        )
+        if self.sharded_count and not is_small:
             rules = f"TP rules of {subject} leave its layers replicated"
         return (
             (
-                f"--tp {tp} shards {counted(self.sharded, 'tensor')} and replicates {counted(self.tensors, 'tensor')}, "
-                f"{self.share:.0%} of the parameter bytes: {rules}; {self._cost()}; "
-                "pass --tp-plan FILE with rules for them, or a smaller --tp"
+                f"--tp {tp} shards {counted(self.sharded_count, 'tensor')} and replicates {replicated}: {rules}; "
+                f"{self._cost()}; pass --tp-plan FILE with rules for them, or a smaller --tp"
             ),
         )
 
@@ -74,7 +82,7 @@ class Replication:
 
 
 def count_replication(
-    model: ShardedModel,
+    sharded_model: ShardedModel,
     tensors: Mapping[str, TensorEntry],
     copies: Mapping[str, str],
     aliases: Mapping[str, str],
@@ -83,16 +91,17 @@ def count_replication(
     """Count the tensors and bytes that TP shards and replicates.
 
     Args:
-        model: Placement of every tensor.
+        sharded_model: Placement of every tensor.
         tensors: Target tensors by name.
-        copies: Names that hold the bytes of another tensor; they add no bytes of the model.
-        aliases: Names that share the bytes of another tensor; they add no bytes.
+        copies: Names under which the bytes of another tensor are stored again -> that tensor. They count in the stored
+            bytes, but not in the bytes of the model.
+        aliases: Names that refer to the stored bytes of another tensor -> that tensor. They add no bytes.
         is_in_layer: True for the name of a tensor that belongs to a layer.
     """
     counts = {True: 0, False: 0}
     nbytes, layer_nbytes = {True: 0, False: 0}, {True: 0, False: 0}
     stored_nbytes = 0
-    for name, (_, blocks, decision) in model.placements.items():
+    for name, (_, blocks, decision) in sharded_model.placements.items():
         entry = tensors[name]
         elements = sum(block.region.numel for block in blocks)
         stored_nbytes += entry.nbytes * elements // entry.numel if entry.numel else 0
@@ -104,7 +113,7 @@ def count_replication(
         if is_in_layer(name):
             layer_nbytes[is_sharded] += entry.nbytes
     for stored in aliases.values():
-        counts[model.placements[stored].decision.placement is not None] += 1
+        counts[sharded_model.placements[stored].decision.placement is not None] += 1
     layer_bytes = sum(layer_nbytes.values())
     return Replication(
         counts[False],

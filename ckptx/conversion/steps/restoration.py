@@ -20,12 +20,12 @@ from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of, trai
 
 
 @dataclass(frozen=True, slots=True)
-class OriginalFilesRecord:
-    """Record of the original files, for the manifest of an output.
+class RecordingResult:
+    """Decision what the manifest of an output records of the original files.
 
     Attributes:
-        original: Original files; None if there is nothing to record.
-        notes: Notes for the user about the manifest of the source.
+        original: Record of the original files; None if there is nothing to record.
+        notes: Notes for the user, such as why files are not recorded.
     """
 
     original: OriginalFiles | None
@@ -37,16 +37,16 @@ class RestoredFiles:
     """Original files of a checkpoint, which the output restores.
 
     Attributes:
-        named: Tensors of the original files under their original names.
+        named_target: Tensors of the original files under their original names.
         original: Record of the original files.
         manifest_path: Path of the manifest that records them.
         digests: Original name -> recorded digest, for tensors that the source stores unchanged.
-        reordered_digests: Source name -> recorded digest, for tensors that hold the elements in another order or those
-            of several tensors.
+        reordered_digests: Source name -> recorded digest, for source tensors whose elements are in another order than
+            in the original files, or that combine several original tensors.
         view: Model in the source.
     """
 
-    named: NamedTarget
+    named_target: NamedTarget
     original: OriginalFiles
     manifest_path: str
     digests: Mapping[str, str]
@@ -60,7 +60,7 @@ class RestoredFiles:
             tensors: Original tensors, in any files.
 
         Raises:
-            InputError, UnsupportedError: The operations have no inverse.
+            InputError, UnsupportedError: A conversion between disk and model names cannot be reversed.
         """
         if self.view.trainer_conversions:
             return trainer_rules(self.view.trainer_conversions).to_disk(tensors, list(self.view.tensors)).tensors
@@ -70,19 +70,22 @@ class RestoredFiles:
     def layout(self, root: Path) -> HuggingFaceLayout:
         """Return the original position of every tensor.
 
+        Args:
+            root: Output directory.
+
         Raises:
             InputError: A recorded header, or the recorded index, contradicts the tensors.
         """
-        return plan_recorded_files(root, self.original, self.named.target.tensors, self.manifest_path)
+        return plan_recorded_files(root, self.original, self.named_target.target.tensors, self.manifest_path)
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Result of the attempt to restore the original files.
+    """Decision whether the output restores the original files.
 
     Attributes:
         files: Files to restore; None to write new files.
-        notes: Reasons why files that a manifest records are not restored.
+        notes: Notes for the user, such as reasons why files that a manifest records are not restored.
     """
 
     files: RestoredFiles | None = None
@@ -94,25 +97,25 @@ class TensorSelection:
     """Tensors of the target.
 
     Attributes:
-        named: Tensors under their new names.
+        named_target: Tensors under their new names.
         restored_files: Original files if they are restored; else None.
-        original: Original files to record; None if the target lacks some of their tensors.
+        original: Record of the original files for the manifest; None if `select_tensors` decides not to record any.
         notes: Notes for the user.
     """
 
-    named: NamedTarget
+    named_target: NamedTarget
     restored_files: RestoredFiles | None = None
     original: OriginalFiles | None = None
     notes: tuple[str, ...] = ()
 
 
-def record_original(view: ModelView) -> OriginalFilesRecord:
+def record_original(view: ModelView) -> RecordingResult:
     """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
     if view.catalog.traits.can_be_restored:
-        return OriginalFilesRecord(record_files(view.catalog, notes), tuple(notes))
+        return RecordingResult(record_files(view.catalog, notes), tuple(notes))
     manifest = usable_manifest(view, notes)
-    return OriginalFilesRecord(None if manifest is None else manifest.original, tuple(notes))
+    return RecordingResult(None if manifest is None else manifest.original, tuple(notes))
 
 
 def usable_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
@@ -127,17 +130,22 @@ def usable_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
         return None
     stored_tensors = {entry.name: entry for entry in view.tensors.values()}
     if stored_tensors.keys() != manifest.tensors.keys() or not _match_records(stored_tensors, manifest.tensors):
-        notes.append(f"{MANIFEST} describes other tensors; the original files are not restored")
+        notes.append(
+            f"{MANIFEST} does not describe these tensors (names, dtypes or shapes differ), so the original files "
+            "cannot be restored from them; nothing to do if the tensors were changed on purpose"
+        )
         return None
     return manifest
 
 
-def _match_records(tensors: Mapping[str, TensorEntry], rows: Mapping[str, TensorRecord]) -> bool:
-    return all((entry.dtype, entry.shape) == (rows[name].dtype, rows[name].shape) for name, entry in tensors.items())
+def _match_records(tensors: Mapping[str, TensorEntry], records: Mapping[str, TensorRecord]) -> bool:
+    return all(
+        (entry.dtype, entry.shape) == (records[name].dtype, records[name].shape) for name, entry in tensors.items()
+    )
 
 
 def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: str | None) -> Restoration:
-    """Restore the original files if the source has all of their tensors and no others.
+    """Return the original files to restore, if the source has their tensors and, except for tied copies, no others.
 
     Args:
         view: Model in the source.
@@ -153,35 +161,35 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     if manifest is None or manifest.original is None:
         return Restoration(None, tuple(notes))
     original = manifest.original
-    named = rename_tensors(
+    named_target = rename_tensors(
         view,
         TargetTensors.from_source(view.catalog, view.tensors),
         names=names,
         default="hf",
         original_names=list(original.tensors),
     )
-    source_names = {new: name for name, new in named.naming.target_names(view).items()}
-    dropped_names = _dropped_ties(manifest, original, named.target, source_names, decisions)
+    source_names = {new: name for name, new in named_target.naming.target_names(view).items()}
+    dropped_names = _dropped_ties(manifest, original, named_target.target, source_names, decisions)
     if dropped_names is None:
         return Restoration(None, (*notes, f"{MANIFEST} records files with other tensors; writing new files"))
-    target, rows = named.target, manifest.tensors
+    target, records = named_target.target, manifest.tensors
     digests = {
-        name: rows[source_names[name]].digest
+        name: records[source_names[name]].digest
         for name in original.tensors
         # A digest covers the bytes in their order, so it does not hold for reordered rows.
-        if source_names.get(name) in rows and target.tensors[name].chunks is view.tensors[source_names[name]].chunks
+        if source_names.get(name) in records and target.tensors[name].chunks is view.tensors[source_names[name]].chunks
     }
     unchanged_names = {source_names[name] for name in digests}
     reordered = {
-        name: rows[entry.name].digest
+        name: records[entry.name].digest
         for name, entry in view.tensors.items()
-        if name not in unchanged_names and name not in dropped_names and entry.name in rows
+        if name not in unchanged_names and name not in dropped_names and entry.name in records
     }
     dropped_disk_names = frozenset(view.tensors[name].name for name in dropped_names if name in view.tensors)
     target_of_files = replace(target.select(original.tensors), tied_disk_names=dropped_disk_names)
-    notes += named.notes
+    notes += named_target.notes
     return Restoration(
-        RestoredFiles(replace(named, target=target_of_files), original, manifest.path, digests, reordered, view),
+        RestoredFiles(replace(named_target, target=target_of_files), original, manifest.path, digests, reordered, view),
         tuple(notes),
     )
 
@@ -195,8 +203,8 @@ def _dropped_ties(
 ) -> set[str] | None:
     """Return the source names that the original files lack; None if the difference is not only dropped ties.
 
-    A tensor is dropped only if the config ties it to one that is kept and both have the same bytes, never on the word
-    of the manifest alone.
+    A tensor is dropped only if the config ties it to one that is kept and both have the same bytes. That the manifest
+    declares them tied is not enough.
 
     Args:
         manifest: Manifest of the source.
@@ -210,18 +218,18 @@ def _dropped_ties(
     """
     if not target.tensors.keys() >= original.tensors.keys():
         return None
-    rows = manifest.tensors
+    records = manifest.tensors
     kept_names = {source_names.get(name, name) for name in original.tensors}
     dropped_names = {source_names.get(name, name) for name in target.tensors.keys() - original.tensors.keys()}
     groups = _tie_groups(decisions)
     for name in sorted(dropped_names):
-        row = rows.get(name)
-        if row is None or row.tied_to is None:
+        record = records.get(name)
+        if record is None or record.tied_to is None:
             return None
-        if groups.get(name, name) != groups.get(row.tied_to):
-            if any({each.target, each.source} == {name, row.tied_to} and each.declared for each in decisions):
+        if groups.get(name, name) != groups.get(record.tied_to):
+            if any({each.target, each.source} == {name, record.tied_to} and each.declared for each in decisions):
                 raise InputError(
-                    f'{manifest.path}: tensors[{json.dumps(name)}].tied_to: is "{row.tied_to}", whose bytes differ; '
+                    f'{manifest.path}: tensors[{json.dumps(name)}].tied_to: is "{record.tied_to}", whose bytes differ; '
                     "remove this key to convert both tensors (no loader requires it)"
                 )
             return None
@@ -231,10 +239,10 @@ def _dropped_ties(
 
 
 def _tie_groups(decisions: Sequence[TieDecision]) -> dict[str, str]:
-    """Map each name to a representative of the names that the config ties to it and that have the same bytes."""
+    """Return a representative of its group for each name of a declared tie with equal bytes; other names are absent."""
     representatives: dict[str, str] = {}
     for each in decisions:
-        if each.declared and each.case == "equal":
+        if each.declared and each.stored == "equal":
             first, second = (
                 representatives.setdefault(each.source, each.source),
                 representatives.setdefault(each.target, each.target),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.class_table import find_class_record
+from ckptx.architecture.configs import remote_reference
+from ckptx.architecture.run_support import find_run_refusal
+from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
+from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.steps.naming import NameMap
 from ckptx.conversion.steps.replication import Replication, count_replication
 from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import StageMap
+from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.model_view.sharder import ShardedModel, Sharder, effective_plan, read_plan
-from ckptx.model_view.view import ModelView
+from ckptx.model_view.unknown_class import code_advice
+from ckptx.model_view.view import ModelView, rules_of
 from ckptx.options.mesh import ShardingOptions
 from ckptx.wording import counted, first_of
 
@@ -23,23 +31,29 @@ class ShardedTarget:
     """Target tensors with their shards.
 
     Attributes:
-        target: Target tensors; a name that shared bytes with one on another stage has become a copy.
-        model: Stage and blocks of each tensor; None if tensors are whole.
-        replication: Tensors that TP does not shard; None without TP.
+        target: Target tensors; an alias becomes a copy if its tensor is on another stage, or if each rank reads only
+            its own files.
+        sharding: Stage of each tensor, and the blocks (regions that one rank stores) that it is split into; None if
+            tensors are whole.
+        replication: Sizes of the tensors that TP shards and replicates; None without TP.
         notes: Notes for the user.
     """
 
     target: TargetTensors
-    model: ShardedModel | None = None
+    sharding: ShardedModel | None = None
     replication: Replication | None = None
     notes: tuple[str, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> ShardedTarget:
-        """Return the same target under other names."""
+        """Return the same target under other names.
+
+        Args:
+            names: Old name -> new name, for every tensor and alias.
+        """
         if all(old == new for old, new in names.items()):
             return self
-        model = None if self.model is None else self.model.renamed(names.__getitem__)
-        return replace(self, target=self.target.renamed(names.__getitem__), model=model)
+        sharding = None if self.sharding is None else self.sharding.renamed(names.__getitem__)
+        return replace(self, target=self.target.renamed(names.__getitem__), sharding=sharding)
 
     def with_aliases(self, names: Mapping[str, str]) -> ShardedTarget:
         """Return the same target with more names that share the bytes of others.
@@ -53,15 +67,22 @@ class ShardedTarget:
 
 
 def shard_tensors(
-    view: ModelView, target: TargetTensors, naming: NameMap, sharding: ShardingOptions, *, own_files_only: bool
+    view: ModelView,
+    target: TargetTensors,
+    naming: NameMap,
+    sharding: ShardingOptions,
+    ties: Sequence[TieDecision],
+    *,
+    own_files_only: bool,
 ) -> ShardedTarget:
-    """Assign a stage and blocks to every tensor.
+    """Assign a stage and blocks, the regions that one rank stores, to every tensor.
 
     Args:
         view: Model in the source.
         target: Target tensors under their names and with their dtypes.
         naming: Map from target names to model names.
         sharding: Mesh, split of layers into stages, and TP plan.
+        ties: Decisions on the tied weights of the source.
         own_files_only: True if each rank reads only its own files, so that replicated tensors and tied names are stored
             for each rank.
 
@@ -69,28 +90,29 @@ def shard_tensors(
         UsageError: The layer split is invalid, or a pattern of the TP plan matches no tensor.
         UnsupportedError: Pipeline stages are requested, and the layers of the model are unknown.
     """
-    sharder = _make_sharder(view, list(target.tensors), naming, sharding, own_files_only)
+    sharder = _make_sharder(view, [*target.tensors, *target.aliases], naming, sharding, own_files_only)
     unshareable = [
         name
         for name, stored in target.aliases.items()
         if own_files_only or sharder.stage_of(name) != sharder.stage_of(stored)
     ]
     target = target.with_copies(unshareable)
-    model = sharder.place(target.tensors, _unknown_names(view, target, naming))
+    sharded_model = sharder.place(target.tensors, _unknown_names(view, target, naming))
     replication = None
-    notes = _sharding_notes(model)
-    if model.dims.tp > 1:
+    architecture = view.disk_architecture
+    subject = "this model" if architecture is None else architecture.class_name
+    notes = _sharding_notes(sharded_model, architecture)
+    if sharded_model.dims.tp > 1:
         replication = count_replication(
-            model,
+            sharded_model,
             target.tensors,
             target.copies,
             target.aliases,
             lambda name: sharder.stages.is_in_layer(naming.model_name(name) or name),
         )
-        architecture = view.architecture
-        subject = "this model" if architecture is None else architecture.class_name
-        notes += replication.notes(model.dims.tp, subject)
-    return ShardedTarget(target, model, replication, tuple(notes))
+        notes += replication.notes(sharded_model.dims.tp, subject)
+    notes += _run_notes(view, sharder, ties)
+    return ShardedTarget(target, sharded_model, replication, tuple(notes))
 
 
 def _make_sharder(
@@ -103,7 +125,7 @@ def _make_sharder(
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
-    stages = StageMap(stacks, dims.pp, sharding.pp_split, subject)
+    stages = StageMap(stacks, dims.pp, sharding.pp_split, subject, _advice_on_layers(view))
     if user_plan is not None:
         unmatched = plan.find_unmatched_patterns([naming.model_name(name) or name for name in names])
         if unmatched:
@@ -115,8 +137,31 @@ def _make_sharder(
     return Sharder(plan, dims, stages, naming.rules, own_files_only, user_plan)
 
 
+def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -> Iterator[str]:
+    """Yield notes on why `verify --run` or `forecast` cannot run this layout; none without a config."""
+    dims, architecture, config = sharder.dims, view.architecture, view.config
+    if dims.world_size == 1 or architecture is None or config is None:
+        return
+    refusal = find_run_refusal(config, architecture, dims.tp, dims.pp)
+    if refusal:
+        yield f"verify --run and forecast cannot run this layout: {refusal}"
+        return
+    rules = rules_of(view)
+    for tie in ties if dims.pp > 1 and dims.tp > 1 else ():
+        if not tie.declared or tie.action != "alias" or tie.stored_name is None:
+            continue
+        names = [name if rules is None else rules.model_name(name) or name for name in (tie.source, tie.target)]
+        shape = view.tensors[tie.stored_name].shape
+        placements = [decide_placement(sharder.plan, name, shape, dims.tp).placement for name in names]
+        if sharder.stages.stage_of(names[0]) != sharder.stages.stage_of(names[1]) and placements[0] != placements[1]:
+            yield (
+                f"verify --run cannot run this layout: {names[0]} and {names[1]} are tied, on two pipeline stages, and "
+                "sharded differently; set one style for both with --tp-plan, or leave out --pp"
+            )
+
+
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
-    """Return the target names that the model lacks, or that share the tensor of another layer in it."""
+    """Return the names that the model lacks or does not use, as those of a layer that uses the tensors of another."""
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:
         return []
@@ -126,35 +171,52 @@ def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> l
     return [name for name, model_name in model_names.items() if name in unknown or model_name in unused]
 
 
-def _sharding_notes(model: ShardedModel) -> list[str]:
+def _advice_on_layers(view: ModelView) -> str:
+    """Return what to do if the layers of the class are unknown; empty for a class that ckptx knows."""
+    architecture = view.disk_architecture
+    if architecture is None or view.config is None or architecture.known_from != FROM_SUFFIX_TABLE:
+        return ""
+    return code_advice(remote_reference(view.config, architecture.class_name))
+
+
+def _sharding_notes(sharding: ShardedModel, architecture: Architecture | None) -> list[str]:
     notes = []
-    if model.unaligned:
+    subject = "this model" if architecture is None else architecture.class_name
+    is_known = architecture is not None and find_class_record(architecture.class_name) is not None
+    if sharding.unaligned and not is_known:
         notes.append(
-            f"not aligned: --tp {model.dims.tp} splits heads, groups or fused parts of "
-            f"{counted(len(model.unaligned), 'tensor')} ({first_of(model.unaligned)}); TP kernels cannot use these "
-            "shards; choose another --tp, or pass rules for these tensors with --tp-plan"
+            f"not aligned: ckptx does not know all heads, groups and fused parts of {subject}, so TP kernels may "
+            f"not be able to use the shards of {counted(len(sharding.unaligned), 'tensor')} "
+            f"({first_of(sharding.unaligned)}); compare them with what the code of the class expects"
         )
-    if model.unknown_tensors and model.dims.world_size > 1:
+    elif sharding.unaligned:
         notes.append(
-            f"replicated, not in the model: {counted(len(model.unknown_tensors), 'tensor')}, "
-            f"{first_of(model.unknown_tensors)}"
+            f"not aligned: --tp {sharding.dims.tp} splits heads, groups or fused parts of "
+            f"{counted(len(sharding.unaligned), 'tensor')} ({first_of(sharding.unaligned)}); TP kernels cannot use "
+            "these shards; choose another --tp, or pass rules for these tensors with --tp-plan"
+        )
+    if sharding.unknown_tensors and sharding.dims.world_size > 1:
+        notes.append(
+            f"{counted(len(sharding.unknown_tensors), 'tensor')} not defined or not used by {subject} "
+            f"({first_of(sharding.unknown_tensors)}): replicated across TP ranks; nothing to do if you expect these "
+            "tensors"
         )
     return notes
 
 
-def rank_rows(files: Mapping[str, int], ranks: Mapping[str, int], dims: ParallelDims) -> list[dict[str, Any]]:
-    """Return the bytes and files of each rank, for the report.
+def rank_entries(files: Mapping[str, int], ranks: Mapping[str, int], dims: ParallelDims) -> list[dict[str, Any]]:
+    """Return the `ranks` of the report: coordinates, bytes and files of each rank.
 
     Args:
         files: Size of each file in bytes.
         ranks: Rank of each file.
         dims: Mesh dimensions.
     """
-    rows: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for rank in range(dims.world_size):
         pp, dp, tp = dims.coordinates(rank)
-        rows.append({"rank": rank, "stage": pp, "dp": dp, "tp": tp, "bytes": 0, "files": []})
+        entries.append({"rank": rank, "stage": pp, "dp": dp, "tp": tp, "bytes": 0, "files": []})
     for name, nbytes in files.items():
-        rows[ranks[name]]["bytes"] += nbytes
-        rows[ranks[name]]["files"].append(name)
-    return rows
+        entries[ranks[name]]["bytes"] += nbytes
+        entries[ranks[name]]["files"].append(name)
+    return entries

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
-from ckptx.formats.hf.reader import read_json_object
+from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE
+from ckptx.formats.hf.reader import read_json_object, read_text
 from ckptx.formats.outside_links import find_outside_links
-from ckptx.formats.sidecars import QUANTIZATION_FILES
+from ckptx.formats.sidecars import QUANTIZATION_FILES, is_known_sidecar, is_tokenizer_file
 from ckptx.mapping.config_edits import format_edited_config
-from ckptx.storage.interface import StoredFile
+from ckptx.storage.interface import Source, StoredFile
+from ckptx.untrusted.json_text import refuse_malformed_json
+from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 from ckptx.wording import counted
 
 _MAX_LISTED_LINKS = 5
@@ -32,23 +36,34 @@ class Sidecars:
     notes: tuple[str, ...] = ()
 
 
-def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]]) -> Sidecars:
+def collect_sidecars(
+    base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]], *, needs_tokenizer: bool = False
+) -> Sidecars:
     """Collect the sidecars of an output; config.json is rewritten only if something in it changes.
 
     Args:
         base: Checkpoint that they come from.
-        names: Names of the files to copy.
+        names: Names of the files to copy; with `--base none`, only files of Megatron's format are copied.
         edits: Changes to config.json.
+        needs_tokenizer: True to note that a base for a model with a vocabulary has no tokenizer.
 
     Raises:
-        InputError: config.json is damaged.
+        InputError: A JSON file that loaders read, such as config.json or tokenizer.json, is damaged.
     """
     source = base.sidecar_source.source
     notes: list[str] = []
-    if any(edit["key"].endswith("quantization_config") for edit in edits):
+    if base.is_none:
+        names = [name for name in names if name in (COMMON_FILE, BACKEND_FILE)]
+    if base.is_dequantized or any(edit["key"].endswith("quantization_config") for edit in edits):
         dropped = [name for name in names if name in QUANTIZATION_FILES]
         names = [name for name in names if name not in dropped]
         notes.extend(f"{name}: not copied, it describes the quantization of the base" for name in dropped)
+    for name in names:
+        _refuse_malformed_file(source, name)
+    has_tokenizer = any(is_tokenizer_file(PurePosixPath(name).name) for name in names)
+    if needs_tokenizer and not has_tokenizer and _has_vocabulary(base.config or {}):
+        root = base.sidecar_source.root
+        notes.append(f"{root}: has no tokenizer files, so the output has none; vLLM and SGLang need them")
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
     outside_links = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
     if outside_links:
@@ -61,3 +76,22 @@ def collect_sidecars(base: BaseCheckpoint, names: Sequence[str], edits: Sequence
         return Sidecars(files, (), tuple(notes))
     files["config.json"] = format_edited_config(read_json_object(source, "config.json"), edits)
     return Sidecars(files, tuple(edits), tuple(notes))
+
+
+def _refuse_malformed_file(source: Source, name: str) -> None:
+    """Refuse a file that loaders read as JSON and that is not JSON; other files are copied unread.
+
+    Raises:
+        InputError: It is malformed, for example truncated.
+    """
+    is_read = name.endswith(".json") and is_known_sidecar(PurePosixPath(name).name)
+    if is_read and source.size(name) <= MAX_CONFIG_BYTES:
+        refuse_malformed_json(read_text(source, name, MAX_CONFIG_BYTES), source.location / name)
+
+
+def _has_vocabulary(config: Mapping[str, Any]) -> bool:
+    """Return True if a config or one of its sub-configs has a vocabulary."""
+    return "vocab_size" in config or any(
+        isinstance(value, Mapping) and key.endswith("config") and _has_vocabulary(value)
+        for key, value in config.items()
+    )

@@ -14,6 +14,7 @@ from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import match_config
 from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
+from ckptx.model_view.unknown_class import shared_prefix_of_unknown_class, unknown_class_note
 from ckptx.model_view.view import (
     ModelView,
     compare_replicas,
@@ -57,12 +58,18 @@ def find_model(
             names of one tensor differ.
         UnsupportedError: The tensors are an adapter.
     """
-    view = view_model(
-        base.source,
-        config=base.config,
-        prefix=options.model_prefix,
-        trust_remote_code=options.trust_remote_code,
+    view = _view_source(base, options, options.source_prefix_or_none)
+    shared_prefix = (
+        None if options.source_prefix_or_none is not None else shared_prefix_of_unknown_class(view, base.catalog)
     )
+    prefix_notes: list[str] = []
+    if shared_prefix is not None and shared_prefix.is_absent_in_base:
+        view = _view_source(base, options, shared_prefix.prefix)
+    elif shared_prefix is not None:
+        prefix_notes.append(
+            f'all names of the model begin with "{shared_prefix.prefix}", which was not removed because the class is '
+            f'unknown; if it is not part of the names of the class, pass --source-prefix "{shared_prefix.prefix}"'
+        )
     lazy = not options.dry_run
     view = locate_archives(view, files, lazy=lazy)
     compare_replicas(view.catalog, files)
@@ -70,7 +77,17 @@ def find_model(
         view = locate_all_archives(view, files, lazy=lazy)
     view = resolve_duplicates(view, files, with_state=with_state)
     notes = view.notes_on_other_models("copied unchanged") if with_state else ()
-    return SourceModel(view, (*view.notes, *notes))
+    return SourceModel(view, (*view.notes, *prefix_notes, *notes))
+
+
+def _view_source(base: BaseCheckpoint, options: ConversionOptions, prefix: str | None) -> ModelView:
+    return view_model(
+        base.source,
+        config=base.config,
+        prefix=prefix,
+        trust_remote_code=options.trust_remote_code,
+        code_checkpoint=base.sidecar_source,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +116,11 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
         options: `tie_missing` and `allow_config_mismatch`.
 
     Raises:
-        InputError: A tensor that the model requires is missing and not declared tied.
+        InputError: A tensor that the model requires is missing and not declared tied, and `allow_config_mismatch` is
+            not set.
     """
-    missing: list[str] | None = [] if options.allow_config_mismatch else None
-    decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=missing)
+    problems: list[str] | None = [] if options.allow_config_mismatch else None
+    decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=problems)
     representatives = tie_representatives(decisions)
     return Ties(
         decisions,
@@ -113,13 +131,24 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
         },
         count_with_known_ties(view, representatives),
         (
-            *(missing or ()),
+            *(problems or ()),
             *(
-                f"declared tied, but different: {decision.evidence}; both are kept"
+                f"the config ties two tensors that differ: {decision.evidence}; both are kept"
                 for decision in decisions
                 if decision.declared and decision.action == "keep-both"
             ),
+            *(_guess_note(view, decision) for decision in decisions if decision.stored == "guessed"),
         ),
+    )
+
+
+def _guess_note(view: ModelView, decision: TieDecision) -> str:
+    """Return the note on a tied weight of an unknown class of which the name of one side is unknown."""
+    names = (decision.source, decision.target)
+    present, guess = names if decision.source in view.tensors else names[::-1]
+    return (
+        f"config.json ties the output head to the input embedding, but the other name of {present} is unknown, so no "
+        f"alias is written; pass --tie-missing if it is {guess}"
     )
 
 
@@ -135,12 +164,19 @@ class ConfigCheck:
     match: ConfigMatch | None
     notes: tuple[str, ...] = ()
 
+    @property
+    def edits(self) -> tuple[dict[str, Any], ...]:
+        """Return the changes to config.json after which loaders accept a padded vocabulary; empty without one."""
+        vocabulary = None if self.match is None else self.match.padded_vocabulary
+        return () if vocabulary is None else vocabulary.edits()
 
-def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> ConfigCheck:
+
+def check_against_config(view: ModelView, base: BaseCheckpoint, *, allow_config_mismatch: bool) -> ConfigCheck:
     """Compare names and shapes of the tensors with those that the config requires.
 
     Args:
         view: Model in the source.
+        base: Source checkpoint and its config.
         allow_config_mismatch: True to note mismatches instead of raising an error.
 
     Raises:
@@ -153,15 +189,26 @@ def check_against_config(view: ModelView, *, allow_config_mismatch: bool) -> Con
         note = "config.json names no architecture: tied weights are not detected, every tensor is converted unchanged"
         return ConfigCheck(None, (note,))
     match = match_config(view)
-    notes = match.extra_notes(architecture.class_name)
+    notes = match.extra_notes(architecture.class_name, are_written=True)
+    unknown_note = unknown_class_note(view, base.sidecar_source)
+    if unknown_note is not None:
+        notes.append(unknown_note)
     if match.mismatches:
         mismatch = match.summary(str(view.catalog.root))
-        if not allow_config_mismatch:
+        vocabulary = match.padded_vocabulary
+        if vocabulary is not None and not allow_config_mismatch:
             raise InputError(
-                f"{mismatch}; add the missing files, pass --base PATH with the config that it was trained with, or "
-                "pass --allow-config-mismatch to convert it anyway"
+                f"{mismatch}; pass --allow-config-mismatch to write vocab_size {vocabulary.rows} into the config of "
+                "the output, or pass --base PATH with the config that it was trained with"
             )
-        notes.append(mismatch)
+        if not allow_config_mismatch:
+            add_files = "add the missing files, " if any(each.is_missing for each in match.mismatches) else ""
+            raise InputError(
+                f"{mismatch}; {add_files}pass --base PATH with the config that it was trained with, or pass "
+                "--allow-config-mismatch to convert it anyway"
+            )
+        consequence = "" if vocabulary is not None else "; loaders that use this config may reject the output"
+        notes.append(f"{mismatch}{consequence}")
     return ConfigCheck(match, tuple(notes))
 
 
@@ -170,20 +217,27 @@ class DroppedState:
     """Training state that is not written.
 
     Attributes:
-        rows: Rows for the ledger: stored name and reason.
-        optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state.
-        objects: Number and bytes of pickled objects; None if the output keeps training state.
+        tensors: Stored `name` and `reason` of each tensor that is not written.
+        optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state, or the
+            source is no training checkpoint.
+        objects: Number and bytes of pickled objects; None as for `optimizer`.
         notes: Notes for the user.
     """
 
-    rows: tuple[dict[str, str], ...] = ()
+    tensors: tuple[dict[str, str], ...] = ()
     optimizer: dict[str, int] | None = None
     objects: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
 def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
-    """Return everything except the model, by name for the ledger and in numbers for the summary."""
+    """Return everything except the model, by name for the ledger and in numbers for the summary.
+
+    Args:
+        view: Model in the source.
+        objects: Pickled objects of the source, none of which is written.
+        reason: End of the reason for each tensor, after "optimizer state" or "training state".
+    """
     model_duplicates = view.model_duplicates
     duplicates = {name: kept for name, kept in view.duplicates.items() if name not in model_duplicates}
     optimizer, other = frozenset(view.optimizer), set(view.other)
@@ -191,16 +245,16 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
     other |= {name for name, kept in duplicates.items() if kept in other}
     models = {name: f"{each.description}, not converted" for each in view.other_models for name in each.names}
     outside_reason = f'outside the model prefix "{view.prefix}"'
-    rows = []
+    tensors = []
     for name in view.catalog.tensors:
         if name in optimizer:
-            rows.append({"name": name, "reason": f"optimizer state {reason}"})
+            tensors.append({"name": name, "reason": f"optimizer state {reason}"})
         elif name in other:
             is_state = not view.prefix or is_trainer_state(name)
-            rows.append({"name": name, "reason": f"training state {reason}" if is_state else outside_reason})
-            rows[-1]["reason"] = models.get(duplicates.get(name, name), rows[-1]["reason"])
+            own_reason = f"training state {reason}" if is_state else outside_reason
+            tensors.append({"name": name, "reason": models.get(duplicates.get(name, name), own_reason)})
     return DroppedState(
-        tuple(rows),
+        tuple(tensors),
         {"tensors": len(optimizer), "bytes": view.nbytes(optimizer)},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
         tuple(view.notes_on_other_models("not converted")),
@@ -218,7 +272,7 @@ def refuse_without_model(view: ModelView) -> None:
         raise InputError(f"{root}: contains no model tensors; list its names with `ckptx inspect --tensors`")
 
 
-def wrapper_notes(view: ModelView, *, kept: bool) -> Iterable[str]:
-    """Yield a note for each wrapper component that was kept in or removed from names."""
-    action = "kept in" if kept else "removed from"
+def wrapper_notes(view: ModelView, *, are_kept: bool) -> Iterable[str]:
+    """Return a note for each wrapper component, kept in names if `are_kept`, else removed from them."""
+    action = "kept in" if are_kept else "removed from"
     return (f'wrapper "{wrapper}." {action} {counted(count, "name")}' for wrapper, count in view.wrappers.items())

@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
-from ckptx.conversion.steps.dtypes import CastTarget
+from ckptx.conversion.steps.dequantization import DequantizedSource
+from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.ledger import Ledger
-from ckptx.conversion.steps.overflow_check import count_rows, range_notes
-from ckptx.conversion.steps.sharding import ShardedTarget, rank_rows
+from ckptx.conversion.steps.naming import SchemeChange
+from ckptx.conversion.steps.overflow_check import overflow_entries, range_notes
+from ckptx.conversion.steps.quantization import QuantizedTarget
+from ckptx.conversion.steps.sharding import ShardedTarget, rank_entries
 from ckptx.conversion.steps.sidecars import Sidecars
 from ckptx.conversion.steps.source_model import ConfigCheck, DroppedState, SourceModel, Ties
 from ckptx.conversion.steps.tie_actions import tie_actions
-from ckptx.errors import ReadError
+from ckptx.errors import ReadError, SpaceError
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.model_view.view import ModelView, tie_rows
+from ckptx.model_view.view import ModelView, tie_entries
 from ckptx.options.conversion import ConversionOptions
 from ckptx.processes.peak_memory import peak_memory
 from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.output_checks import free_space
 from ckptx.publishing.publish import Job, manifest_size
+from ckptx.quantization.computed_files import stored_bytes_read
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, human_bytes
@@ -37,16 +41,19 @@ class ConversionState:
 
     Attributes:
         nbytes: Size of the output in bytes, without the manifest.
+        scheme_change: Change from or to the names of a trainer; None for no such change.
     """
 
     dst: Path
     options: ConversionOptions
     processes: PeerProcesses | None
+    dequantized: DequantizedSource
+    quantized: QuantizedTarget
     model: SourceModel
     ties: Ties
     config_check: ConfigCheck
     dropped_state: DroppedState
-    cast: CastTarget
+    cast: CastTensors
     sharded: ShardedTarget
     contents: OutputContents
     allocation: Allocation
@@ -54,6 +61,7 @@ class ConversionState:
     job: Job
     nbytes: int
     ledger: Ledger
+    scheme_change: SchemeChange | None
 
 
 def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
@@ -74,7 +82,6 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     if outcome is not None:
         log.note(*range_notes(outcome))
     copied_objects = sum(not step.has_frame for step in job.plan.steps())
-    known = architecture is not None
     return ConversionReport(
         command=command,
         tensors=conversion.ledger.target_count,
@@ -82,10 +89,10 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         bytes_written=bytes_written,
         aliases={**target.aliases, **state.aliases},
         ties=[
-            {**row, "action": each.action, "output_names": list(each.output_names)}
-            for row, each in zip(tie_rows(ties), actions, strict=True)
+            {**tie, "action": each.action, "output_names": list(each.output_names)}
+            for tie, each in zip(tie_entries(ties), actions, strict=True)
         ],
-        dropped=[*conversion.dropped_state.rows, *state.dropped_rows],
+        dropped=[*conversion.dequantized.dropped, *conversion.dropped_state.tensors, *state.dropped],
         config_edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
         ranks=_rank_entries(conversion),
@@ -95,15 +102,18 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         architecture=None
         if architecture is None
         else {"class": architecture.class_name, "known_from": architecture.known_from},
-        ledger=conversion.ledger.to_dict(),
+        ledger=conversion.ledger.report_entry(),
         config_check=None if conversion.config_check.match is None else conversion.config_check.match.to_dict(),
+        names=None if conversion.scheme_change is None else conversion.scheme_change.report_entry(),
         prefix=view.prefix or None,
         output_prefix=_output_prefix(view, conversion.contents.names),
-        unknown_tensors=list(view.unknown) if view.unknown and known else None,
+        unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
+        dequantized=conversion.dequantized.report_entry(),
+        quantized=conversion.quantized.report_entry(),
         dtype_unchanged=conversion.cast.uncast,
-        base_dtypes=conversion.cast.base_dtypes,
-        overflows=count_rows(outcome.overflows) if outcome is not None and outcome.overflows else None,
-        underflows=count_rows(outcome.underflows) if outcome is not None and outcome.underflows else None,
+        base_dtypes=conversion.cast.base_dtype_counts,
+        overflows=overflow_entries(outcome.overflows) if outcome is not None and outcome.overflows else None,
+        underflows=overflow_entries(outcome.underflows) if outcome is not None and outcome.underflows else None,
         dropped_optimizer=conversion.dropped_state.optimizer,
         objects={"count": copied_objects, "is_copied": True} if copied_objects else conversion.dropped_state.objects,
         state_without_parameter=list(state.without_parameter) or None,
@@ -132,37 +142,46 @@ def _output_prefix(view: ModelView, output_names: Mapping[str, str]) -> str | No
 
 def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     """Return the mesh and sharding entries of the report; empty if tensors are whole."""
-    model = sharded.model
-    if model is None:
+    sharding = sharded.sharding
+    if sharding is None:
         return {}
-    dims = model.dims
+    dims = sharding.dims
     return {
-        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": model.layers()},
-        "chunks": sum(len(placed.blocks) for placed in model.placements.values()),
-        "rules": model.rules(sharded.target.aliases),
-        "unaligned_tensors": model.unaligned,
-        "replicated": None if sharded.replication is None else sharded.replication.to_dict(),
-        "other_tensors": list(model.unknown_tensors),
+        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": sharding.layers()},
+        "chunks": sum(len(placed.blocks) for placed in sharding.placements.values()),
+        "rules": sharding.rules(sharded.target.aliases),
+        "unaligned_tensors": sharding.unaligned,
+        "replicated": None if sharded.replication is None else sharded.replication.report_entry(),
+        "other_tensors": list(sharding.unknown_tensors),
     }
 
 
 def _rank_entries(conversion: ConversionState) -> list[dict[str, Any]]:
-    model, allocation = conversion.sharded.model, conversion.allocation
-    return [] if model is None else rank_rows(allocation.catalog.files, allocation.ranks, model.dims)
+    """Return the `ranks` of the report; empty if tensors are whole."""
+    sharding, allocation = conversion.sharded.sharding, conversion.allocation
+    return [] if sharding is None else rank_entries(allocation.catalog.files, allocation.ranks, sharding.dims)
 
 
 def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
-    """Return the entries of the report for a dry run: the files it would write, and free space."""
+    """Return the entries of the report for a dry run: the files it would write, free space, and the exit code.
+
+    The exit code is 6 if the output does not fit, as for the conversion. With `resume` it is 0, because a part of the
+    output may be there already.
+    """
     job, options, dst = conversion.job, conversion.options, conversion.dst
     sizes = [(file.name, file.nbytes, file.block_count) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
     sizes.append((MANIFEST, manifest_size(job), 0))
     needed, free = sum(nbytes for _, nbytes, _ in sizes), free_space(dst)
-    if free < needed:
+    fits = free >= needed
+    if not fits:
         log.note(f"not enough space: {human_bytes(needed)} required, {human_bytes(free)} free at {dst}")
     files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
-    return {"dry_run": True, "files": files, "buffer_bytes": options.buffer_bytes, "free_space": free}
+    exit_code = 0 if fits or options.resume else SpaceError.exit_code
+    return {
+        "exit": exit_code, "dry_run": True, "files": files, "buffer_bytes": options.buffer_bytes, "free_space": free,
+    }  # fmt: skip
 
 
 def _byte_counts(
@@ -172,7 +191,8 @@ def _byte_counts(
     job, dst = conversion.job, conversion.dst
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
-        return job.plan.bytes_read, size, size
+        planned = conversion.quantized.min_bytes_to_read(conversion.dequantized.bytes_to_read(job.plan))
+        return planned, size, size
     try:
         manifest = read_size(dst / MANIFEST)
     except ReadError as error:
@@ -185,7 +205,7 @@ def _byte_counts(
         return 0, 0, conversion.nbytes + manifest
     if outcome.records_without_crc:
         log.note(
-            f"{counted(outcome.records_without_crc, 'archive')} without a recorded CRC-32: their bytes could not be "
+            f"{counted(outcome.records_without_crc, 'archive record')} without a CRC-32: their bytes could not be "
             "checked"
         )
     if not outcome.was_locked:
@@ -193,4 +213,9 @@ def _byte_counts(
             f"{dst.parent}: the file system has no locks; a concurrent run that writes {dst.name} would not be detected"
         )
     size = conversion.nbytes + manifest
-    return outcome.bytes_read, size - job.plan.bytes_written + outcome.bytes_written, size
+    return (
+        stored_bytes_read(outcome.bytes_read, conversion.dequantized.files, conversion.quantized.files)
+        + conversion.quantized.base_bytes_read,
+        size - job.plan.bytes_written + outcome.bytes_written,
+        size,
+    )

@@ -21,7 +21,8 @@ class TargetTensors:
         tensors: Target tensors by name, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name in the target -> name of the entry in `source` that it is read from.
         disk_names: Name in the target -> names on disk of the tensors it is made of.
-        aliases: Name that shares bytes -> name in `tensors`; empty unless the output is a DCP.
+        aliases: Name that shares bytes -> name in `tensors`; only for a DCP, and for sharded safetensors before they
+            are sharded.
         copies: Name in `tensors` that repeats the bytes of another because they cannot share -> that other name.
         tied_disk_names: Names on disk of tied tensors, which the ledger accepts if one of them is written.
     """
@@ -54,10 +55,10 @@ class TargetTensors:
         return replace(
             self,
             tensors={new_name(name): entry.with_name(new_name(name)) for name, entry in self.tensors.items()},
-            source_names={new_name(name): stored for name, stored in self.source_names.items()},
+            source_names={new_name(name): source_name for name, source_name in self.source_names.items()},
             disk_names={new_name(name): on_disk for name, on_disk in self.disk_names.items()},
-            aliases={new_name(name): new_name(stored) for name, stored in self.aliases.items()},
-            copies={new_name(name): new_name(stored) for name, stored in self.copies.items()},
+            aliases={new_name(name): new_name(kept_name) for name, kept_name in self.aliases.items()},
+            copies={new_name(name): new_name(other_name) for name, other_name in self.copies.items()},
         )
 
     def with_copies(self, names: Iterable[str]) -> TargetTensors:
@@ -67,10 +68,10 @@ class TargetTensors:
             return self
         return replace(
             self,
-            tensors={**self.tensors, **{name: self.tensors[stored].with_name(name) for name, stored in copied.items()}},
-            source_names={**self.source_names, **{name: self.source_names[stored] for name, stored in copied.items()}},
-            disk_names={**self.disk_names, **{name: self.disk_names[stored] for name, stored in copied.items()}},
-            aliases={name: stored for name, stored in self.aliases.items() if name not in copied},
+            tensors={**self.tensors, **{name: self.tensors[kept].with_name(name) for name, kept in copied.items()}},
+            source_names={**self.source_names, **{name: self.source_names[kept] for name, kept in copied.items()}},
+            disk_names={**self.disk_names, **{name: self.disk_names[kept] for name, kept in copied.items()}},
+            aliases={name: kept for name, kept in self.aliases.items() if name not in copied},
             copies={**self.copies, **copied},
         )
 
@@ -99,7 +100,7 @@ def apply_ties(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, 
     """
     decisions = list(decisions)
     for decision in decisions:
-        if tied == "drop" and decision.case in ("different", "mismatched"):
+        if tied == "drop" and decision.stored in ("different", "mismatched"):
             raise InputError(
                 f'tensors "{decision.target}" and "{decision.source}" differ, so --tied drop would lose one; '
                 "use --tied auto, which keeps both"
@@ -112,32 +113,34 @@ def apply_ties(view: ModelView, decisions: Iterable[TieDecision], *, tied: str, 
     )
     aliases: dict[str, str] = {}
 
-    def store_under(name: str, stored: str) -> None:
-        tensors[name] = tensors[stored].with_name(name)
-        source_names[name], disk_names[name] = source_names[stored], disk_names[stored]
+    def store_under(name: str, kept_name: str) -> None:
+        tensors[name] = tensors[kept_name].with_name(name)
+        source_names[name], disk_names[name] = source_names[kept_name], disk_names[kept_name]
 
     def drop(name: str) -> None:
         for each in (tensors, source_names, disk_names):
             each.pop(name, None)
 
-    tied_pairs = [(each, each.stored) for each in decisions if each.action == "alias" and each.stored is not None]
+    tied_pairs = [
+        (each, each.stored_name) for each in decisions if each.action == "alias" and each.stored_name is not None
+    ]
     merged_pairs = []
-    for decision, stored in tied_pairs:
-        names = {decision.target, decision.source} - {stored}
+    for decision, kept_name in tied_pairs:
+        names = {decision.target, decision.source} - {kept_name}
         if tied == "copy" or (tied == "auto" and not can_alias and not decision.declared):
             # Loaders tie only what the config declares, not --tie-missing, so a file must hold every name.
             for name in names:
-                store_under(name, stored)
+                store_under(name, kept_name)
         elif tied == "drop" or not can_alias:
-            store_under(decision.source, stored)
-            merged_pairs.append((decision, stored))
+            store_under(decision.source, kept_name)
+            merged_pairs.append((decision, kept_name))
         else:
             for name in names:
                 drop(name)
-                aliases[name] = stored
+                aliases[name] = kept_name
     # Drop last: a name that stands in for an absent source may do so for several pairs.
-    for decision, stored in merged_pairs:
-        for name in {decision.target, stored} - {decision.source}:
+    for decision, kept_name in merged_pairs:
+        for name in {decision.target, kept_name} - {decision.source}:
             drop(name)
     tied_names = {name for decision, _ in tied_pairs for name in (decision.target, decision.source)}
     tied_disk_names = frozenset(view.tensors[name].name for name in tied_names if name in view.tensors)

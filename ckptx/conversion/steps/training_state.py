@@ -21,7 +21,7 @@ from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.stream import TensorReader
 from ckptx.wording import counted
 
-Placement = tuple[int, tuple[Block, ...]]
+StagePlacement = tuple[int, tuple[Block, ...]]  # pipeline stage, and blocks of the ranks in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,11 @@ class TrainingState:
         object_source_names: Name of an object -> its name in the source.
         placements: Stage and blocks of each tensor; empty without a mesh.
         shared_disk_names: Names on disk of state that is written under another name.
-        dropped_rows: Rows for the ledger: state of a tied name that differs from that of the other name.
-        without_parameter: Stored names of optimizer tensors that belong to no known parameter; empty without a mesh.
-        replicated: Stored names of state whose shape differs from that of its parameter.
+        dropped: Stored `name` and `reason` of each tensor or object that is not written: state of a tied name that
+            differs from that of the other name.
+        without_parameter: Stored names of optimizer tensors of more than one element that belong to no known parameter;
+            empty without a mesh.
+        replicated: Stored names of state of more than one element whose shape differs from that of its parameter.
         notes: Notes for the user.
     """
 
@@ -51,9 +53,9 @@ class TrainingState:
     copies: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
     object_source_names: Mapping[str, str] = field(default_factory=dict)
-    placements: Mapping[str, Placement] = field(default_factory=dict)
+    placements: Mapping[str, StagePlacement] = field(default_factory=dict)
     shared_disk_names: frozenset[str] = frozenset()
-    dropped_rows: tuple[dict[str, str], ...] = ()
+    dropped: tuple[dict[str, str], ...] = ()
     without_parameter: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ def map_training_state(
     """Map the training state of the source to the output.
 
     Args:
-        view: Model in the source, with all payloads located.
+        view: Model in the source, with every archive located.
         files: Files of the source.
         sharded: Tensors of the model by output name, with their shards.
         output_names: Parameter name in the view -> name in the output, for parameters that map one to one.
@@ -88,7 +90,7 @@ class _StateMapper:
     def __init__(
         self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
     ) -> None:
-        self.source, self.files, self.model, self.mesh = view.catalog, files, sharded.target, sharded.model
+        self.source, self.files, self.target, self.sharding = view.catalog, files, sharded.target, sharded.sharding
         self.output_names = output_names
         self.disk_names = {name: entry.name for name, entry in view.tensors.items()}
         self.parameters = ParameterIndex.of(self.disk_names, view.prefix)
@@ -101,7 +103,7 @@ class _StateMapper:
         self.copies: dict[str, str] = {}
         self.objects: dict[str, BytesEntry] = {}
         self.object_source_names: dict[str, str] = {}
-        self.placements: dict[str, Placement] = {}
+        self.placements: dict[str, StagePlacement] = {}
         self.shared: set[str] = set()
         self.dropped: list[dict[str, str]] = []
         self.replicated: list[str] = []
@@ -116,10 +118,10 @@ class _StateMapper:
                 without_parameter.append(name)
             else:
                 states_by_parameter.setdefault(self._output_parameter(found), []).append(found)
-        orphans = self._find_unmatched([name for name in without_parameter if name in self.optimizer])
+        unmatched = self._find_unmatched([name for name in without_parameter if name in self.optimizer])
         for name in without_parameter:
             self._add(name, name, None)
-        shared_names = {**self.model.aliases, **self.model.copies}
+        shared_names = {**self.target.aliases, **self.target.copies}
         mapped: set[str] = set()
         for name, stored in shared_names.items():
             mapped |= self._map_shared(name, stored, states_by_parameter)
@@ -144,7 +146,7 @@ class _StateMapper:
             self.placements,
             frozenset(self.shared),
             tuple(self.dropped),
-            tuple(orphans),
+            tuple(unmatched),
             tuple(self.replicated),
             tuple(self.notes),
         )
@@ -161,8 +163,12 @@ class _StateMapper:
                 self.aliases[name] = other
 
     def _find_unmatched(self, names: list[str]) -> list[str]:
-        """Return the optimizer tensors without a known parameter, which stay whole; none without a mesh."""
-        if self.mesh is None or self.mesh.dims.world_size == 1:
+        """Return those of more than one element, which stay whole, and note them; none without a mesh.
+
+        Args:
+            names: Stored names of optimizer tensors without a known parameter.
+        """
+        if self.sharding is None or self.sharding.dims.world_size == 1:
             return []
         unmatched = [name for name in names if self.source.tensors[name].numel > 1]
         if unmatched:
@@ -171,7 +177,11 @@ class _StateMapper:
         return unmatched
 
     def _output_parameter(self, state: StateName) -> str:
-        """Return the output name of the parameter that a state belongs to."""
+        """Return the output name of the parameter that a state belongs to.
+
+        Raises:
+            UnsupportedError: The parameter is combined, split or reordered.
+        """
         output_name = self.output_names.get(state.parameter)
         if output_name is None:
             raise UnsupportedError(
@@ -220,7 +230,14 @@ class _StateMapper:
         return state.name_for(other)
 
     def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
-        """Make `name` an alias of `stored`, or a copy if they cannot share bytes."""
+        """Make the state `name` an alias of the state `stored`, or a copy if they cannot share bytes.
+
+        Args:
+            name: Output name of the state to add.
+            stored: Output name of the state that has the bytes.
+            on_disk: Stored name of that state.
+            parameter: Output name of the parameter that the state `name` belongs to.
+        """
         if on_disk in self.source.objects:
             self._add(on_disk, name, parameter)
         elif self._has_copy(parameter):
@@ -231,10 +248,10 @@ class _StateMapper:
 
     def _has_copy(self, parameter: str) -> bool:
         """Return True for a parameter that is a copy or has one, and so needs separate state."""
-        return parameter in self.model.copies or parameter in self.model.copies.values()
+        return parameter in self.target.copies or parameter in self.target.copies.values()
 
     def _merge_states(self, duplicate: str, stored: str) -> None:
-        """Merge two states of one tensor; if they differ, keep that of the stored name and report the other."""
+        """Merge two states of one parameter, by stored name; if they differ, keep `stored` and drop the other."""
         if duplicate in self.source.objects:
             is_same = self._read_object(duplicate) == self._read_object(stored)
         else:
@@ -259,23 +276,30 @@ class _StateMapper:
         return self.files.read(location.file, location.offset, location.nbytes)
 
     def _add(self, on_disk: str, name: str, parameter: str | None) -> None:
-        """Add one tensor or object under its output name."""
+        """Add one tensor or object under its output name.
+
+        Args:
+            on_disk: Stored name.
+            name: Output name.
+            parameter: Output name of its parameter; None if it belongs to none.
+        """
         if on_disk in self.source.objects:
             self.objects[name] = self.source.objects[on_disk]._replace(name=name)
             self.object_source_names[name] = on_disk
             return
         entry = self.source.tensors[on_disk]
         self.tensors[name], self.source_names[name] = entry.with_name(name), on_disk
-        if self.mesh is not None:
-            self.placements[name] = self._place(entry, parameter, self.mesh)
+        if self.sharding is not None:
+            self.placements[name] = self._place(entry, parameter, self.sharding)
 
-    def _place(self, entry: TensorEntry, parameter: str | None, mesh: ShardedModel) -> Placement:
+    def _place(self, entry: TensorEntry, parameter: str | None, sharding: ShardedModel) -> StagePlacement:
+        """Return stage and blocks of a state tensor; `parameter` is the output name of its parameter, None for none."""
         whole_block = (Block(0, full_region(entry.shape)),)
         if parameter is None:
             return 0, whole_block
-        stored = self.model.aliases.get(parameter, parameter)
-        placed = mesh.placements[stored]
-        if entry.shape == self.model.tensors[stored].shape:
+        stored = self.target.aliases.get(parameter, parameter)
+        placed = sharding.placements[stored]
+        if entry.shape == self.target.tensors[stored].shape:
             return placed.stage, placed.blocks
         if entry.numel > 1:
             self.replicated.append(entry.name)
