@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # not imported by a command that starts
     S = TypeVar("S", covariant=True)
 
     class TwoTableFunction(Protocol[P, R, Q, S]):
-        """A function with two tables of options; each table has its own arguments and result."""
+        """Function with two tables of options; each table has its own arguments and result."""
 
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -76,7 +76,7 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
 
     Args:
         tables: The tables of the command.
-        selector: Argument whose value selects one of several tables.
+        selector: Argument whose value selects one of several tables; ignored for one table.
         arguments: Arguments by name; None means not set.
 
     Raises:
@@ -102,7 +102,7 @@ def _resolve_aliases(tables: Sequence[type[Options]], arguments: Mapping[str, An
     """Return arguments by the names of their fields: the alias `allow_misfit` becomes `allow_config_mismatch`.
 
     Raises:
-        UsageError: An argument is given under two names.
+        UsageError: An argument is given under two names, with different values.
     """
     settings = [setting for table in tables for setting in settings_of(table).values() if setting.aliases]
     name_by_alias = {alias.lstrip("-").replace("-", "_"): each.name for each in settings for alias in each.aliases}
@@ -115,6 +115,12 @@ def _resolve_aliases(tables: Sequence[type[Options]], arguments: Mapping[str, An
 
 
 def _select_table(tables: Sequence[type[Options]], selector: str, arguments: Mapping[str, Any]) -> type[Options]:
+    """Return the first table in which the value of the selector, or its default, is among the choices.
+
+    Raises:
+        ArgumentTypeError: The value has the wrong type.
+        UsageError: The value is not a choice in any table.
+    """
     choices: list[Any] = []
     for table in tables:
         setting = settings_of(table)[selector]
@@ -145,8 +151,26 @@ def _make_function(
         return function(make_options(tables, selector, bind_arguments(function.__name__, required, args, kwargs)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
-    call.__doc__ = _with_argument_help(function.__doc__ or "", merged, make_help(tables))
+    limits = _limits_to_tables(tables, selector)
+    call.__doc__ = _with_argument_help(function.__doc__ or "", merged, make_help(tables), limits)
     return call
+
+
+def _limits_to_tables(tables: Sequence[type[Options]], selector: str) -> dict[str, str]:
+    """Return option -> " Only with to-hf." for options of a single table that an argument such as `direction` selects.
+
+    For a switch such as `run`, the help of the options already has this.
+    """
+    limits: dict[str, str] = {}
+    for table in tables if selector else ():
+        choice = settings_of(table)[selector].choices[0]
+        if isinstance(choice, str):
+            limits |= {
+                name: f" Only with {choice}."
+                for name in settings_of(table)
+                if any(name not in settings_of(other) for other in tables)
+            }
+    return limits
 
 
 def _parameter_order(setting: Setting) -> int:
@@ -166,7 +190,9 @@ def _signature(settings: Mapping[str, Setting], result: Any) -> inspect.Signatur
     return inspect.Signature(parameters, return_annotation=result)
 
 
-def _with_argument_help(doc: str, settings: Mapping[str, Setting], texts: Mapping[str, OptionHelp]) -> str:
+def _with_argument_help(
+    doc: str, settings: Mapping[str, Setting], texts: Mapping[str, OptionHelp], limits: Mapping[str, str]
+) -> str:
     """Insert an Args section before the Returns and Raises sections of a docstring."""
     from textwrap import fill
 
@@ -175,12 +201,13 @@ def _with_argument_help(doc: str, settings: Mapping[str, Setting], texts: Mappin
         head, heading, rest = doc.partition("    Raises:")
     names = {flag: name for name, setting in settings.items() for flag in setting.flags}
     names |= {each.annotation.metavar: name for name, each in settings.items() if isinstance(each.annotation, Argument)}
-    rows = []
+    lines = []
     for name, setting in settings.items():
         text = texts[name].sentences() if name in texts else setting.annotation.help
         text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda match: _python_name(match[0], names), text)
-        rows.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
-    return "\n".join([f"{head.rstrip()}\n\n    Args:", *rows, "", f"{heading}{rest}"])
+        text += limits.get(name, "")
+        lines.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
+    return "\n".join([f"{head.rstrip()}\n\n    Args:", *lines, "", f"{heading}{rest}"])
 
 
 def _python_name(word: str, names: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from ckptx.untrusted.limits import MAX_WORKERS
 
 Progress = Callable[[int, int], None]  # called with the number of bytes done and the total
 Dtype = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
+# Other spelling of a choice -> choice, see `Option.spellings`.
 DTYPE_SPELLINGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -33,7 +34,12 @@ class BufferOptions(Options):
     ] = None
     max_memory: Annotated[
         int | str,
-        Option("Memory limit of the I/O buffers of all threads, not of the process.", EXECUTION, parse=parse_size),
+        Option(
+            "Memory limit of the buffers for tensors that were saved non-contiguous, such as transposed views (all "
+            "threads together); not a limit of the process.",
+            EXECUTION,
+            parse=parse_size,
+        ),
     ] = "256MB"
     on_progress: Annotated[Progress, Hook("Function that is called with the number of bytes done and the total.")] = (
         no_progress
@@ -41,10 +47,10 @@ class BufferOptions(Options):
 
     @property
     def threads(self) -> int:
-        """Return the number of threads."""
+        """Return the number of threads: `workers`, or its default."""
         return self.workers or default_workers()
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the memory for I/O buffers in bytes."""
+        """Return the value of `max_memory` in bytes."""
         return parse_size(self.max_memory, "--max-memory")

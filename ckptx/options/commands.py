@@ -60,7 +60,7 @@ COMMANDS: Mapping[str, Command] = {
         "ckptx.comparison.headers:diff",
     ),
     "verify": Command(
-        "Compare two checkpoints bit for bit, or the outputs of their models",
+        "Compare two checkpoints bit for bit, with --run also the outputs of their models",
         ["verify:CompareOptions", "verify:CompareRunOptions"], "ckptx.api.verify:verify",
         "output:ReportOutput",
     ),
@@ -111,12 +111,12 @@ def unknown_option_error(command_name: str, tables: Sequence[type[Options]], nam
     for other, command in COMMANDS.items():
         for table in tables_of(command):
             if any(name in _all_names(each) for each in settings_of(table).values()):
-                owners[
-                    other
-                    if table is not command.option_tables[-1] or len(command.option_tables) == 1
-                    else table.command
-                ] = None
-    others = [each for each in owners if each != command_name]
+                is_mode_table = table is command.option_tables[-1] and len(command.option_tables) > 1
+                owners[table.command if is_mode_table else other] = None
+    # A command that takes the option with and without its mode, as in `forecast --search`, is named once.
+    others = [
+        each for each in owners if each != command_name and (each in COMMANDS or each.split(" --")[0] not in owners)
+    ]
     if others:
         return UsageError(f"{command_name} does not take {flag} ({_join_commands(others)})")
     flags = [flag for each in settings.values() if each.option is not None for flag in each.flags]
@@ -127,7 +127,7 @@ def unknown_option_error(command_name: str, tables: Sequence[type[Options]], nam
 
 
 def _join_commands(names: Sequence[str]) -> str:
-    """Return the end of an error message: `reshard does`, or `convert to-dcp and reshard do`."""
+    """Return the end of an error message: "reshard does", or "convert to-dcp and reshard do"."""
     if len(names) == 1:
         return f"{names[0]} does"
     return f"{', '.join(names[:-1])} and {names[-1]} do"

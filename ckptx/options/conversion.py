@@ -12,8 +12,16 @@ from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, settings_of
 from ckptx.options.sizes import parse_size
-from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.options.source import (
+    REVISION,
+    DequantizeOptions,
+    HubOptions,
+    LogOptions,
+    RemoteCodeOptions,
+    SourcePrefixOptions,
+)
 from ckptx.processes.rendezvous import START_TIMEOUT
+from ckptx.report.number_formats import format_text
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
@@ -24,31 +32,45 @@ Names = Literal["hf", "model", "torchtitan", "disk"]
 TiedMode = Literal["auto", "alias", "copy", "drop"]
 OptimizerMode = Literal["keep", "drop"]
 NAMES = Option(
-    "Naming scheme: hf (as published on the Hub), model (transformers module names) or torchtitan.",
+    "Naming scheme: hf (as published on the Hub), model (module names in transformers, which differ from hf if "
+    "transformers renames or fuses weights on loading, such as experts) or torchtitan.",
     OUTPUT_CHECKPOINT,
-    default="hf; a DCP made from a DCP keeps its names",
+    default="hf; names are kept if SRC is a training checkpoint: a DCP, per-rank FSDP files or torch.save",
     spellings={"disk": "hf"},
 )
 TIED = Option(
-    "Tied weights: alias (two names for one stored tensor, DCP only), copy (stored twice), drop (one name), or auto "
-    "(by output format).",
+    "Tied weights: alias (two names for one stored tensor; a copy if they are on two pipeline stages), copy (stored "
+    "under both names), drop (stored under one name), or auto (as alias).",
     OUTPUT_CHECKPOINT,
 )
-OPTIMIZER = Option("Keep or drop optimizer state (DCP output only).", OUTPUT_CHECKPOINT, default="keep")
+OPTIMIZER = Option("Keep or drop optimizer and other training state.", OUTPUT_CHECKPOINT, default="keep")
+PREFIX = Option("Prefix to add to every tensor name.", OUTPUT_CHECKPOINT, default="not set")
+FILES = Option(
+    "Number of .distcp files (per rank if sharded).",
+    OUTPUT_CHECKPOINT,
+    minimum=1,
+    maximum=MAX_RANKS,
+    default="by size",
+)
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
-_SRC_HELP = "Source checkpoint: a directory, file, index or Hub id."
+_SRC_HELP = (
+    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict of torch.save, a DCP, per-rank FSDP files or sharded "
+    "safetensors): a directory, file, index or Hub id."
+)
 _DST_HELP = "Directory to write."
 
 
-class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions, SourcePrefixOptions):
+class ConversionOptions(
+    LogOptions, HubOptions, BufferOptions, RemoteCodeOptions, DequantizeOptions, SourcePrefixOptions
+):
     """Options that every conversion has."""
 
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Integers, quantization scales and "
-            "tensors that the model keeps in fp32 are not cast.",
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Integers, quantization scales, and "
+            "tensors that the model or a mixed-precision --base keeps in fp32 are not cast.",
             OUTPUT_CHECKPOINT,
             spellings=DTYPE_SPELLINGS,
         ),
@@ -61,7 +83,8 @@ class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions
     allow_config_mismatch: Annotated[
         bool,
         Option(
-            "Allow tensors that do not match the config (partial models, padded vocabularies).",
+            "Allow tensors that do not match the config, such as those of a partial model. For a padded vocabulary, "
+            "vocab_size in the written config.json becomes the number of rows of the embedding.",
             SOURCE,
             aliases=("--allow-misfit",),
         ),
@@ -75,23 +98,36 @@ class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions
         ),
     ] = False
     optimizer: Annotated[OptimizerMode | None, OPTIMIZER] = None
+    revision: Annotated[str | None, REVISION._replace(help="Branch, tag or commit of SRC and --base on the Hub.")] = (
+        None
+    )
     base: Annotated[
         str | Path | None,
         Option(
-            "HF checkpoint to take config.json and tokenizer files from; none writes tensors only.",
+            "HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes tensors "
+            "only.",
             SOURCE,
             metavar="PATH|none",
             default="SRC",
             keywords=("none",),
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Print what would be written, without writing anything.", EXECUTION)] = False
+    dry_run: Annotated[
+        bool,
+        Option(
+            "Print what would be written, without writing anything; exit 6 if the disk space does not suffice.",
+            EXECUTION,
+        ),
+    ] = False
     overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", EXECUTION)] = False
-    resume: Annotated[bool, Option("Resume an interrupted run.", EXECUTION)] = False
+    resume: Annotated[bool, Option("Continue an interrupted conversion to DST.", EXECUTION)] = False
     timeout: Annotated[
         int,
         Option(
-            "Seconds to wait until all ranks that torchrun starts have joined.", EXECUTION, minimum=1, maximum=86_400
+            "Seconds to wait until all ranks that torchrun starts have joined; does not limit the run.",
+            EXECUTION,
+            minimum=1,
+            maximum=86_400,
         ),
     ] = START_TIMEOUT
     report_file: Annotated[
@@ -130,55 +166,55 @@ class ConversionOptions(LogOptions, HubOptions, BufferOptions, RemoteCodeOptions
         """Check the options against the format of the source.
 
         Raises:
-            UsageError: An option requires a DCP source.
+            UsageError: An option requires a training checkpoint, or one whose optimizer state can be kept.
         """
         if source.is_training_format:
             if self.optimizer == "keep" and not source.can_keep_state:
                 raise UsageError(
-                    "--optimizer keep requires a DCP source; SRC is a file of torch.save, of which only the model is "
-                    "converted"
+                    "--optimizer keep requires a DCP or per-rank FSDP files; SRC is a file of torch.save, of which "
+                    "only the model is converted; leave out --optimizer"
                 )
             return
         if self.optimizer is not None:
-            raise UsageError("--optimizer requires a DCP source; SRC is not a DCP and has no optimizer state")
-        if self.model_prefix is not None:
-            raise UsageError("--source-prefix requires a DCP source; SRC is not a DCP")
+            raise UsageError(
+                f"--optimizer requires a training checkpoint; SRC is not one (format: {format_text(source.name)}) and "
+                "has no optimizer state; leave out --optimizer"
+            )
+        self.check_source_prefix(source, "SRC")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that determine the output bytes, except those of the layout."""
-        return {"dtype": self.dtype, "tied": self.tied, "source_prefix": self.model_prefix, "names": self.names}
+        """Return the options that determine the bytes together with the copy plan, by name.
+
+        A run resumes an interrupted one only if both have the same plan and the same values of these options.
+        """
+        return {
+            "dtype": self.dtype,
+            "tied": self.tied,
+            "source_prefix": self.source_prefix_or_none,
+            "names": self.names,
+            "dequantize": self.dequantize,
+        }
 
 
 class DcpOptions(ConversionOptions):
     """Options of DCP output."""
 
-    prefix: Annotated[
-        str, Option("Prefix to add to every tensor name (DCP output only).", OUTPUT_CHECKPOINT, default="none")
-    ] = ""
-    files: Annotated[
-        int | None,
-        Option(
-            "Number of .distcp files (per rank if sharded).",
-            OUTPUT_CHECKPOINT,
-            minimum=1,
-            maximum=MAX_RANKS,
-            default="by size",
-        ),
-    ] = None
+    prefix: Annotated[str, PREFIX] = ""
+    files: Annotated[int | None, FILES] = None
 
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}
 
     def check_prefix(self, source: "FormatTraits") -> None:
-        """Check that `prefix` is not set for a DCP source.
+        """Check that `prefix` is not set for a training checkpoint.
 
         Raises:
-            UsageError: The source is a DCP, whose names are kept.
+            UsageError: The source is a training checkpoint, whose names are kept.
         """
         if self.prefix and source.is_training_format:
             raise UsageError(
-                "--prefix requires an HF source; SRC is a DCP, whose names are kept; use --source-prefix to select the "
-                "model in it"
+                "--prefix requires HF or sharded safetensors files; SRC is a training checkpoint (format: "
+                f"{format_text(source.name)}), whose names are kept; use --source-prefix to select the model in it"
             )
 
 
@@ -206,14 +242,14 @@ class ToHfOptions(ConversionOptions, kw_only=False):
         TiedMode,
         TIED._replace(
             help="Tied weights: copy (stored under both names), drop (stored under one name), or auto (as in the "
-            "original files if they are recorded, else one name).",
+            "original files if ckptx.json in SRC records them, else one name).",
             metavar="auto|copy|drop",
         ),
     ] = "auto"
     optimizer: Annotated[
         OptimizerMode | None,
         OPTIMIZER._replace(
-            help="Optimizer state; always dropped, because safetensors cannot hold it.",
+            help="Optimizer and other training state; always dropped, because safetensors cannot hold it.",
             metavar="drop",
             default="drop",
             is_hidden=True,
@@ -222,16 +258,27 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Maximum size of a safetensors shard.",
+            "Maximum size of each safetensors file.",
             OUTPUT_CHECKPOINT,
             parse=parse_size,
-            default=f"the original shards if recorded, else {SHARD_SIZE}",
+            default=f"the original shards if ckptx.json in SRC records them, else {SHARD_SIZE}",
         ),
     ] = None
     index: Annotated[
         Literal["auto", "always"],
-        Option("Index file: auto writes it for several files, always also for a single one.", OUTPUT_CHECKPOINT),
+        Option("Write an index file: auto (only for several files) or always.", OUTPUT_CHECKPOINT),
     ] = "auto"
+    quantize: Annotated[
+        Literal["base"] | None,
+        Option(
+            "Quantize the weights that are quantized in --base, in the same scheme; weights that training did not "
+            "change keep the bytes of the base. Other tensors are cast to their dtypes in the base.",
+            OUTPUT_CHECKPOINT,
+            requires=("base",),
+            excludes=("dequantize", "dtype"),
+            default="not set",
+        ),
+    ] = None
 
     @property
     def shard_bytes(self) -> int:
@@ -241,9 +288,14 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     def check(self) -> None:
         super().check()
         self.check_safetensors()
+        if self.quantize is not None and (self.base == "none" or self.names not in (None, "hf", "disk")):
+            raise UsageError(
+                "--quantize base requires --base PATH and the names of the base; leave out --names, and pass the "
+                "quantized checkpoint as --base"
+            )
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**super().fingerprint(), "index": self.index}
+        return {**super().fingerprint(), "index": self.index, "quantize": self.quantize}
 
 
 class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
@@ -256,14 +308,38 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     _: KW_ONLY
     names: Annotated[
         Names | None,
-        NAMES._replace(default="hf, or model for sharded safetensors; a DCP made from a DCP keeps its names"),
+        NAMES._replace(
+            default="model in sharded safetensors; in a DCP hf, but names are kept if SRC is a training checkpoint: a "
+            "DCP, per-rank FSDP files or torch.save"
+        ),
     ] = None
+    tied: Annotated[
+        TiedMode,
+        TIED._replace(
+            help="Tied weights: alias (two names for one stored tensor; a copy if they are on two pipeline stages; "
+            "--to dcp only), copy (stored under both names), drop (stored under one name), or auto (alias in a DCP, "
+            "copy in sharded safetensors)."
+        ),
+    ] = "auto"
     optimizer: Annotated[
-        OptimizerMode | None, OPTIMIZER._replace(default="keep in a DCP, drop in sharded safetensors")
+        OptimizerMode | None,
+        OPTIMIZER._replace(
+            help="Keep (--to dcp only) or drop optimizer and other training state.",
+            default="keep in a DCP, drop in sharded safetensors",
+        ),
+    ] = None
+    prefix: Annotated[str, PREFIX._replace(help="Prefix to add to every tensor name (--to dcp only).")] = ""
+    files: Annotated[
+        int | None, FILES._replace(help="Number of .distcp files, per rank if sharded (--to dcp only).")
     ] = None
     to: Annotated[
         Literal["dcp", "safetensors"] | None,
-        Option("Output format: a DCP, or sharded safetensors.", OUTPUT_CHECKPOINT, default="that of SRC"),
+        Option(
+            "Output format: dcp, or safetensors (sharded safetensors: each file has shards of one rank, with their "
+            "offsets).",
+            OUTPUT_CHECKPOINT,
+            default="dcp if SRC is a DCP or a set of per-rank FSDP files, else safetensors",
+        ),
     ] = None
 
     def check(self) -> None:

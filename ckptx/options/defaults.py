@@ -14,6 +14,7 @@ A key is the name of a flag, with dashes or underscores. The Python functions do
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from ckptx.options.commands import COMMANDS, GROUPS, Command, commands_by_name, 
 from ckptx.options.option import Setting, settings_of
 
 _CONFIG_FILE, _PROJECT_FILE, _PROJECT_TABLE = "ckptx.toml", "pyproject.toml", "tool.ckptx"
+_PROJECT_KEY = re.compile(rb"ckptx[\"']?\s*[.=\]]")  # `[tool.ckptx]`, `ckptx = {...}`; not a dependency "ckptx>=0.1"
 _VARIABLE_PREFIX = "CKPTX_"
 _MAX_FILE_BYTES = 1 << 20
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -79,8 +81,8 @@ def read_defaults(command_name: str) -> dict[str, Default]:
 def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults that apply to a call.
 
-    A default is ignored if its option is given, if an option that it requires is not set, or if an option that it
-    cannot be combined with is set.
+    A default is ignored if its option is given, if the table that the call selects does not have its option, if an
+    option that it requires is not set, or if an option that it cannot be combined with is set.
 
     Args:
         command_name: Name of the command.
@@ -156,7 +158,7 @@ def _read_table(file: str, table: str) -> Mapping[str, Any] | None:
         if table:  # a pyproject.toml that cannot be read need not have a table for ckptx
             return None
         raise UsageError(str(error)) from error
-    if table.encode() not in data:
+    if table and _PROJECT_KEY.search(data) is None:
         return None
     if sys.version_info >= (3, 11):
         import tomllib

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ckptx.options.option import Argument
-from ckptx.options.source import HubOptions, LogOptions, SourcePrefixOptions
+from ckptx.options.source import LogOptions, TwoCheckpointOptions
 
 
-class DiffOptions(LogOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+class DiffOptions(LogOptions, TwoCheckpointOptions, kw_only=False):
     """Options of `diff`."""
 
     command: ClassVar[str] = "diff"

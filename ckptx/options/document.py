@@ -14,13 +14,13 @@ T = TypeVar("T", bound=Options)
 
 
 def to_json(options: Options) -> str:
-    """Return the options that are set as JSON; hooks, which are functions, are left out."""
+    """Return the options that are set as JSON; hooks are left out, because a function or a log cannot be JSON."""
     values = {setting.name: value for setting, value in options.values()}
     return json.dumps({"command": options.command, "options": values}, default=_to_plain)
 
 
 def from_json(text: str, table: type[T]) -> T:
-    """Return the options in a document.
+    """Return the options in a document of `to_json`.
 
     Raises:
         InternalError: The document is for another command, or has an unknown option.

@@ -36,11 +36,11 @@ from ckptx.untrusted.limits import MAX_RANKS
 Loss = Literal["sharded", "full", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
-_ALLOWED_WITH_RECIPE = ("recipe", "settings", "gpu_memory", "gpu", "search", "gpus")
+_ALLOWED_WITH_RECIPE = ("recipe", "overrides", "gpu_memory", "gpu", "search", "gpus")
 _MODEL_HELP = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
 _SEARCH_HELP = (
-    "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, with the activation checkpointing and microbatches "
-    "that each needs."
+    "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, each with the activation checkpointing and "
+    "microbatches that it needs."
 )
 
 
@@ -56,15 +56,15 @@ class StepOptions(
 ):
     """Options of `forecast`, with and without `--search`."""
 
-    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"settings": ("recipe",)}
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"overrides": ("recipe",)}
 
     recipe: Annotated[
         str | Path | None,
         Option(
-            "Name or YAML file of a recipe to forecast instead of MODEL.",
+            "Recipe to forecast instead of MODEL: a YAML file, or a built-in recipe such as llama_tiny.",
             RECIPE,
             metavar="RECIPE",
-            default="none",
+            default="not set",
         ),
     ] = None
     microbatches: Annotated[
@@ -75,12 +75,12 @@ class StepOptions(
     ] = None
     gpu_memory: Annotated[
         int | str | None,
-        GPU_MEMORY._replace(help="Memory per GPU; exit 1 if the step does not fit."),
+        GPU_MEMORY._replace(help="Memory per GPU; exit 1 if the step does not fit, reserve included."),
     ] = None
     batch: Annotated[
         int | None,
         Option(
-            "Sequences per step and data-parallel rank (per GPU with --search).",
+            "Sequences per step and data-parallel rank; with --search, sequences per step and GPU.",
             TRAINING_STEP,
             minimum=1,
             maximum=2**16,
@@ -117,7 +117,8 @@ class StepOptions(
         Loss,
         Option(
             "Loss: sharded (cross-entropy in fp32, on logits that TP shards over the vocabulary), full (the same on "
-            "full logits, as in transformers) or none (the sum of the logits).",
+            "full logits, as in transformers) or none (no cross-entropy: the backward pass starts from the sum of the "
+            "logits).",
             TRAINING_STEP,
             shorthands={"--no-loss": "none"},
         ),
@@ -168,7 +169,13 @@ class SearchOptions(StepOptions, kw_only=False):
     search: Annotated[Literal[True], Option(_SEARCH_HELP, LAYOUT_SEARCH, requires=("gpus",))]
     gpus: Annotated[
         int | None,
-        Option("Number of GPUs to search layouts for.", LAYOUT_SEARCH, minimum=1, maximum=MAX_RANKS, default="none"),
+        Option(
+            "Number of GPUs to search layouts for (--gpu is the name of their model).",
+            LAYOUT_SEARCH,
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="not set",
+        ),
     ] = None
 
     def check(self) -> None:
@@ -187,6 +194,6 @@ class ForecastOutput(ReportOutput):
             "Write a self-contained HTML page that plots memory over one training step.",
             REPORT,
             metavar="FILE",
-            default="none",
+            default="not set",
         ),
     ] = None

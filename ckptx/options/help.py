@@ -54,8 +54,8 @@ class OptionHelp(NamedTuple):
         """
         flags, exclusion = list(self.requires), ""
         if with_condition and self.condition:
-            word, _, flag = self.condition.rpartition(" ")
-            if word == "with":
+            preposition, _, flag = self.condition.rpartition(" ")
+            if preposition == "with":
                 flags.insert(0, flag)
             else:
                 exclusion = f" Not with {flag}."
@@ -80,7 +80,8 @@ def make_help(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
                 condition = f"with {switch.setting.flag}"
             assert setting.option is not None
             requires = _required_flags(table, setting)
-            help_by_name[name] = OptionHelp(setting.option.section, setting.option.help, requires, condition, is_switch)
+            section = table.headings.get(setting.option.section, setting.option.section)
+            help_by_name[name] = OptionHelp(section, setting.option.help, requires, condition, is_switch)
     return help_by_name
 
 
@@ -114,9 +115,12 @@ def size_note(tables: Sequence[type[Options]]) -> str:
     parsers = {each.option.parse for each in settings if each.option is not None and each.option.is_size}
     sentences = []
     if parse_size in parsers:
-        sentences.append("SIZE is a number with a unit: 5GB is 5 x 1000^3 bytes, 5GiB is 5 x 1024^3 bytes.")
+        sentences.append(
+            "SIZE is a number of bytes, or a number with a unit: 5GB is 5 x 1000^3 bytes, 5GiB is 5 x 1024^3 bytes."
+        )
     if parse_gpu_memory in parsers:
-        sentences.append("--gpu-memory 80GB is 80 GiB, as GPU vendors count.")
+        subject = "Only --gpu-memory" if sentences else "--gpu-memory"
+        sentences.append(f"{subject} counts GB as GiB, as GPU vendors do: 80GB is 80 GiB.")
     return " ".join(sentences)
 
 

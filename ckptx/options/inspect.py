@@ -25,7 +25,7 @@ class InspectOptions(LogOptions, HubOptions, SourcePrefixOptions, kw_only=False)
             "List the tensors whose names match; with --ranks or --html, show only these.",
             REPORT,
             metavar="GLOB",
-            default="none",
+            default="not set",
         ),
     ] = None
     html: Annotated[
@@ -34,6 +34,6 @@ class InspectOptions(LogOptions, HubOptions, SourcePrefixOptions, kw_only=False)
             "Write a self-contained HTML page that shows which rank holds which shard.",
             REPORT,
             metavar="FILE",
-            default="none",
+            default="not set",
         ),
     ] = None

@@ -65,7 +65,8 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "Assignment of layers to stages: even, the rule of a framework, or the layer count of each stage.",
+            "Assignment of layers to stages: even (the first stages take the remainder), the rule of a framework, or "
+            "the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
             keywords=SPLIT_RULES,
@@ -80,7 +81,8 @@ class TpPlanOptions(MeshOptions):
     tp_plan: Annotated[
         str | Path | None,
         Option(
-            'JSON file {"pattern": "style"} with transformers module names; takes precedence over the model\'s plan.',
+            'JSON file {"pattern": "style"} with transformers module names; tensors that no pattern matches follow the '
+            "model's plan.",
             LAYOUT,
             metavar="FILE",
             default="the model's plan",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeGuard,
 
 from ckptx.errors import ArgumentTypeError, UsageError
 from ckptx.untrusted.remote_name import refuse_remote
+from ckptx.wording import counted
 
 if TYPE_CHECKING:  # in typing since Python 3.11
     from typing_extensions import dataclass_transform
@@ -32,7 +33,8 @@ else:
 # Headings of the sections of a help page.
 OUTPUT_CHECKPOINT, LAYOUT, COMPARISON, MODEL_RUN = "Output checkpoint", "Layout", "Comparison", "Model run"
 TRAINING_STEP, RECIPE, LAYOUT_SEARCH, MEMORY_LIMITS = "Training step", "Recipe", "Layout search", "Memory limits"
-SOURCE, EXECUTION, REPORT, GLOBAL = "Source", "Execution", "Report", "Global options"
+SOURCE, BOTH_CHECKPOINTS = "Source", "Both checkpoints"
+EXECUTION, REPORT, GLOBAL = "Execution", "Report", "Global options"
 SECTIONS = (
     LAYOUT,
     OUTPUT_CHECKPOINT,
@@ -43,13 +45,14 @@ SECTIONS = (
     LAYOUT_SEARCH,
     MEMORY_LIMITS,
     SOURCE,
+    BOTH_CHECKPOINTS,
     EXECUTION,
     REPORT,
     GLOBAL,
 )
 
 T = TypeVar("T", bound="Options")
-Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the least value
+Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the minimum value
 
 
 class Option(NamedTuple):
@@ -68,11 +71,11 @@ class Option(NamedTuple):
             second argument is the subject of its error messages.
         is_secret: True for a value that is never printed.
         is_hidden: True to leave the option out of help and docs/options.md, such as one with a single valid value.
-        keywords: Keywords among free strings, for shell completion.
+        keywords: Strings with a special meaning among free strings, such as "auto"; for shell completion.
         spellings: Other spelling of a choice -> choice.
         shorthands: Flag without a value -> choice.
         requires: Fields that must be set if this one is.
-        excludes: Fields that must not be set if this one is.
+        excludes: Fields that must not be set if this one is; a table need not have them.
         replaces: Options that the command does not have; the error for one of them suggests this option.
     """
 
@@ -131,8 +134,8 @@ class Setting(NamedTuple):
     Attributes:
         name: Name of the field and of the keyword argument.
         type: Type without `Annotated`.
-        kind: Class of the value: bool, int, str, or tuple for a sequence; for a hook its class (object for a function).
-        choices: Values that are allowed; empty for free values.
+        kind: Class of the value: bool, int, str, or tuple for a sequence. For a hook its class, object for a function.
+        choices: Values that are allowed, other spellings included; empty if any value is.
         default: Default of the field; MISSING for a required argument.
         annotation: The `Option`, `Argument` or `Hook`.
     """
@@ -151,13 +154,13 @@ class Setting(NamedTuple):
 
     @property
     def flags(self) -> Sequence[str]:
-        """Return the flags of an option."""
+        """Return the flags of an option, without `aliases` and `off_flag`."""
         option = self.option
         return (option.flags if option is not None else ()) or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def flag(self) -> str:
-        """Return the flag that error messages name."""
+        """Return the flag that error messages name: the first one with two dashes."""
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     @property
@@ -173,13 +176,13 @@ class Setting(NamedTuple):
 
     @property
     def main_choices(self) -> tuple[str, ...]:
-        """Return the choices in their usual spelling."""
+        """Return the choices without other spellings, as strings."""
         spellings = self.option.spellings if self.option is not None else {}
         return tuple(str(each) for each in self.choices if each not in spellings)
 
     @property
     def default_text(self) -> str:
-        """Return the description of the default; empty for a flag that is off."""
+        """Return the description of the default; empty for a flag that is off, an argument and a hook."""
         option = self.option
         if option is None or option.default is not None:
             return "" if option is None or option.default is None else option.default
@@ -217,11 +220,11 @@ class Setting(NamedTuple):
         return self.default is MISSING
 
     def is_set(self, value: Any) -> bool:
-        """Return True if a value differs from the default."""
+        """Return True if a value is neither None nor the default."""
         return value is not None and value != self.default
 
     def check_value(self, value: Any, subject: str | None = None) -> Any:
-        """Return a value after checking it; other spellings of a choice are replaced.
+        """Return a checked value: other spellings of a choice are replaced, a sequence becomes a tuple.
 
         Args:
             value: Value from the caller, the command line or a file.
@@ -229,7 +232,7 @@ class Setting(NamedTuple):
 
         Raises:
             ArgumentTypeError: The value has the wrong type.
-            UsageError: The value is not among the choices, or is out of range.
+            UsageError: The value is not among the choices, is out of range, or is not a size.
             UnsupportedError: The value is a URL, and a path is required.
         """
         accepted_types, description = self.accepted_types
@@ -257,7 +260,7 @@ class Setting(NamedTuple):
 
     @property
     def accepted_types(self) -> tuple[tuple[type, ...], str]:
-        """Return the accepted types of a value, and their description for an error message."""
+        """Return the accepted types of a value, and their description for an error message, such as "an integer"."""
         if isinstance(self.annotation, Hook) and not self.is_path:
             classes = tuple(each for each in _union_members(self.type) if is_class(each) and each is not NoneType)
             return (classes, f"a {classes[0].__name__}") if classes else ((Callable,), "a function")
@@ -306,15 +309,18 @@ class Options:
     Attributes:
         command: Name of the command, such as "convert to-dcp".
         requirements: Option -> options that it requires in this command, in addition to `Option.requires`.
+        headings: Section -> its heading on the help page of this command, if it is another one.
 
     Raises:
         UsageError: A value is not allowed, or conflicts with another one.
         UnsupportedError: A path is a URL.
-        TypeError: An argument is missing, or a name is unknown.
+        ArgumentTypeError: A value has the wrong type, or an argument is missing.
+        TypeError: A name is unknown.
     """
 
     command: ClassVar[str] = ""
     requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {}
+    headings: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, *, kw_only: bool = True) -> None:
         """Accept `kw_only=False` for a table with positional arguments; only type checkers read it."""
@@ -374,7 +380,7 @@ class Options:
 
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
-        """Return the error message if an option conflicts with the others; otherwise "".
+        """Return the error message if an option conflicts with the others, or lacks one that it requires; else "".
 
         Args:
             name: Option that is set.
@@ -397,7 +403,7 @@ class Options:
 
 
 def settings_of(table: type[Options]) -> Mapping[str, Setting]:
-    """Return the fields of a table by name: arguments first, then the fields of the mixins from last to first."""
+    """Return the fields of a table by name: arguments, then options and hooks, those of the last mixin first."""
     settings_by_name = _settings_by_table.get(table)
     if settings_by_name is None:
         hints: dict[str, Any] = {}
@@ -424,17 +430,18 @@ def bind_arguments(
         kwargs: Keyword arguments.
 
     Raises:
-        TypeError: There are too many or too few arguments, or two for one parameter.
+        ArgumentTypeError: There are too many or too few arguments, or two for one parameter.
     """
-    positional = [name for name, setting in settings.items() if isinstance(setting.annotation, Argument)]
+    positional = [each.name for each in settings.values() if isinstance(each.annotation, Argument)]
     if len(args) > len(positional):
-        raise TypeError(f"{name}() takes {len(positional)} positional arguments, and {len(args)} are given")
+        accepted = counted(len(positional), "positional argument")
+        raise ArgumentTypeError(f"{name}() takes {accepted}, but {len(args)} were given")
     by_name = dict(zip(positional, args, strict=False))
     duplicates = [each for each in by_name if each in kwargs]
     missing = [each for each in settings if settings[each].is_required and each not in by_name and each not in kwargs]
     if duplicates or missing:
         problem = f"two values for {duplicates[0]!r}" if duplicates else f"no value for {missing[0]!r}"
-        raise TypeError(f"{name}() has {problem}")
+        raise ArgumentTypeError(f"{name}() has {problem}")
     return {**by_name, **kwargs}
 
 

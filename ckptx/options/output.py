@@ -27,7 +27,7 @@ class ReportOutput(JsonOutput):
             REPORT,
             flags=("--report",),
             metavar="FILE",
-            default="none",
+            default="not set",
         ),
     ] = None
 
@@ -47,7 +47,8 @@ class GlobalOptions(Options):
     quiet: Annotated[
         bool,
         Option(
-            "Print errors only; verify, forecast and robustness still print one line.",
+            "Print errors only. verify, forecast and robustness also print a one-line result; diff also prints the "
+            "differences.",
             GLOBAL,
             flags=("-q", "--quiet"),
         ),

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 
 from ckptx.options.option import EXECUTION, REPORT, Argument, Hook, Option
 from ckptx.options.output import ReportOutput
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.options.source import LogOptions
 from ckptx.options.step import DeviceOptions, GpuMemoryOptions, RecipeOptions
 from ckptx.report.documents.robustness import RobustnessReport
@@ -20,8 +21,9 @@ def _ignore_report(report: RobustnessReport) -> None:
 
 _PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
-    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 killed saves."
+    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 killed saves (processes are killed during a save)."
 )
+_RECIPE_HELP = f"A YAML file, or a built-in recipe: {', '.join(list_shipped_recipes())}."
 
 
 class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):
@@ -29,16 +31,17 @@ class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptio
 
     command: ClassVar[str] = "robustness"
 
-    recipe: Annotated[str | Path, Argument("Name of a built-in recipe, or a YAML file.", "RECIPE", is_optional=True)]
+    recipe: Annotated[str | Path, Argument(_RECIPE_HELP, "RECIPE", is_optional=True)]
     _: KW_ONLY
     phases: Annotated[str | None, Option(_PHASES_HELP, EXECUTION, metavar="LIST", default="all")] = None
     inject: Annotated[
         str | None,
         Option(
-            "Inject a fault that the run must detect (--inject list shows all).",
+            "Inject a fault to test the checks: exit 1 if a check detects it (the expected result), exit 2 if none "
+            "does. --inject list prints all faults.",
             EXECUTION,
             metavar="FAULT|list",
-            default="none",
+            default="not set",
             keywords=("list",),
         ),
     ] = None
@@ -66,7 +69,7 @@ class RobustnessOutput(ReportOutput):
             "Write a self-contained HTML page with phases, losses, memory and differences.",
             REPORT,
             metavar="FILE",
-            default="none",
+            default="not set",
         ),
     ] = None
     junit: Annotated[
@@ -75,6 +78,6 @@ class RobustnessOutput(ReportOutput):
             "Write JUnit XML for CI, with a test case for each phase and each check.",
             REPORT,
             metavar="FILE",
-            default="none",
+            default="not set",
         ),
     ] = None

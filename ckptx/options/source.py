@@ -2,11 +2,17 @@
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from ckptx.options.option import SOURCE, Hook, Option, Options
+from ckptx.errors import UsageError
+from ckptx.options.option import BOTH_CHECKPOINTS, SOURCE, Hook, Option, Options
+from ckptx.report.number_formats import format_text
 from ckptx.report.report import Log
+
+if TYPE_CHECKING:  # not imported for a help page
+    from ckptx.catalog.format_traits import FormatTraits
 
 
 class LogOptions(Options):
@@ -15,12 +21,25 @@ class LogOptions(Options):
     log: Annotated[Log | None, Hook("Log that collects the notes of the run, even if the run fails.")] = None
 
 
+REVISION = Option("Branch, tag or commit of a Hub repository.", SOURCE, metavar="REV", default="main")
+SOURCE_PREFIX = Option(
+    'Prefix before the model\'s own tensor names in a training checkpoint, e.g. "model." in "model.model.norm.weight"; '
+    'selects one of several models, such as EMA weights ("": the one without a prefix).',
+    SOURCE,
+    metavar="auto|TEXT",
+    keywords=("auto",),
+    replaces=("prefix",),
+)
+DEQUANTIZE = Option(
+    "Decode quantized weights (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of --dtype.", SOURCE
+)
+REMOTE_CODE = Option("Allow custom model code from the checkpoint.", SOURCE)
+
+
 class HubOptions(Options):
     """Options for checkpoints on the Hub."""
 
-    revision: Annotated[
-        str | None, Option("Branch, tag or commit of a Hub repository.", SOURCE, metavar="REV", default="main")
-    ] = None
+    revision: Annotated[str | None, REVISION] = None
     token: Annotated[
         str | None,
         Option(
@@ -38,26 +57,57 @@ class HubOptions(Options):
 
 
 class SourcePrefixOptions(Options):
-    """Option for the tensor names of a DCP."""
+    """Option for the tensor names of a training checkpoint: a DCP, per-rank FSDP files or a `torch.save` file."""
 
+    source_prefix: Annotated[str, SOURCE_PREFIX] = "auto"
+
+    @property
+    def source_prefix_or_none(self) -> str | None:
+        """Return `source_prefix`; None instead of "auto", which means that the prefix is detected."""
+        return None if self.source_prefix == "auto" else self.source_prefix
+
+    def check_source_prefix(self, source: "FormatTraits", subject: object) -> None:
+        """Check that `source_prefix` is set only for a training checkpoint.
+
+        Args:
+            source: Format of the source.
+            subject: Path or other subject of the error message.
+
+        Raises:
+            UsageError: It is set, and the source is not a training checkpoint.
+        """
+        if self.source_prefix_or_none is not None and not source.is_training_format:
+            raise UsageError(
+                "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files or a file of torch.save); "
+                f"{subject} is not one (format: {format_text(source.name)}); leave out --source-prefix"
+            )
+
+
+class TwoCheckpointOptions(HubOptions, SourcePrefixOptions):
+    """Options for the Hub and for tensor names of commands that compare two checkpoints; each applies to both."""
+
+    headings: ClassVar[Mapping[str, str]] = {SOURCE: BOTH_CHECKPOINTS}
+
+    revision: Annotated[
+        str | None, REVISION._replace(help="Branch, tag or commit of each checkpoint that is a Hub repository.")
+    ] = None
     source_prefix: Annotated[
         str,
-        Option(
-            'Prefix of the tensor names in a DCP, e.g. "model."; selects one of several models. "" is no prefix.',
-            SOURCE,
-            metavar="auto|TEXT",
-            keywords=("auto",),
-            replaces=("prefix",),
+        SOURCE_PREFIX._replace(
+            help='Prefix before the model\'s own tensor names in each training checkpoint that has it, e.g. "model." '
+            'in "model.model.norm.weight"; selects one of several models, such as EMA weights ("": the one without a '
+            "prefix)."
         ),
     ] = "auto"
 
-    @property
-    def model_prefix(self) -> str | None:
-        """Return the prefix of the tensor names in the source; None means detect it."""
-        return None if self.source_prefix == "auto" else self.source_prefix
+
+class DequantizeOptions(Options):
+    """Option for quantized checkpoints."""
+
+    dequantize: Annotated[bool, DEQUANTIZE] = False
 
 
 class RemoteCodeOptions(Options):
     """Option for custom model code."""
 
-    trust_remote_code: Annotated[bool, Option("Allow custom model code from the checkpoint.", SOURCE)] = False
+    trust_remote_code: Annotated[bool, REMOTE_CODE] = False

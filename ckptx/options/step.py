@@ -19,7 +19,7 @@ GpuName = Literal[
     "h100", "h200", "b200", "a100-80gb", "a100-40gb", "l40s", "l4", "a10g", "v100-32gb", "t4", "rtx4090", "mi300x"
 ]
 GPU_MEMORY = Option(
-    "Memory per GPU; refuse to start if the run cannot fit.",
+    "Memory per GPU; if the run cannot fit, exit 6 before it starts.",
     MEMORY_LIMITS,
     parse=parse_gpu_memory,
     default="no check",
@@ -39,7 +39,8 @@ class ActivationCheckpointingOptions(Options):
     activation_checkpointing: Annotated[
         Literal["none", "full", "submodule", "selective"] | None,
         Option(
-            "Activation checkpointing: full layers, their submodules, or selective per op.",
+            "Activation checkpointing: full (recompute whole layers), submodule (attention, MLP and norms separately) "
+            "or selective (save attention and every second matmul).",
             TRAINING_STEP,
             default="none",
         ),
@@ -78,7 +79,7 @@ class GpuMemoryOptions(Options):
     gpu: Annotated[
         GpuName | None,
         Option(
-            f"GPU whose reported memory to use instead of --gpu-memory: {', '.join(GPU_GIB)}.",
+            f"GPU model whose memory size to use, instead of --gpu-memory: {', '.join(GPU_GIB)}.",
             MEMORY_LIMITS,
             metavar="NAME",
             default="no check",
@@ -96,13 +97,13 @@ class GpuMemoryOptions(Options):
 class RecipeOptions(Options):
     """Option for overriding keys of a recipe."""
 
-    settings: Annotated[
+    overrides: Annotated[
         Sequence[str],
         Option(
-            "Override a recipe key, e.g. layout.tp=2 (repeatable).",
+            "Override a key of the recipe, e.g. layout.tp=2 (repeatable).",
             RECIPE,
             flags=("--set",),
             metavar="KEY=VALUE",
-            default="none",
+            default="not set",
         ),
     ] = ()

@@ -10,18 +10,57 @@ from typing import Annotated, ClassVar, Literal
 from ckptx.errors import UsageError
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions, Dtype
 from ckptx.options.mesh import PipelineOptions, ReplicaOptions, ShardingOptions
-from ckptx.options.option import COMPARISON, MEMORY_LIMITS, MODEL_RUN, TRAINING_STEP, Argument, Option, Requirement
+from ckptx.options.option import (
+    COMPARISON,
+    MEMORY_LIMITS,
+    MODEL_RUN,
+    TRAINING_STEP,
+    Argument,
+    Option,
+    Options,
+    Requirement,
+)
 from ckptx.options.sizes import parse_size
-from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions, SourcePrefixOptions
+from ckptx.options.source import (
+    DEQUANTIZE,
+    REMOTE_CODE,
+    DequantizeOptions,
+    LogOptions,
+    RemoteCodeOptions,
+    SourcePrefixOptions,
+    TwoCheckpointOptions,
+)
 from ckptx.options.step import ActivationCheckpointingScopeOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
 
 _REFERENCE_HELP = "Checkpoint to compare with: a directory, file, index or Hub id."
 _CHECKPOINT_HELP = "Checkpoint to check."
-_RUN_HELP = "Load both checkpoints into transformers models and compare logits, loss and gradients."
+_RUN_HELP = (
+    "Run REFERENCE unsharded and CHECKPOINT on the mesh, in processes that the command or torchrun starts, and compare "
+    "logits, loss and gradients."
+)
+_DEQUANTIZE = DEQUANTIZE._replace(
+    help="Decode the quantized weights of both checkpoints (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of "
+    "--dtype."
+)
 _MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
 
+class StrictOptions(Options):
+    """Option for results that are incomplete or inconclusive."""
+
+    strict: Annotated[
+        bool,
+        Option(
+            "Also exit 1 if optimizer state or other state could not be compared, for example because only one "
+            "checkpoint has it; with --run, if the result is inconclusive (the tolerance is too large to detect "
+            "errors).",
+            COMPARISON,
+        ),
+    ] = False
+
+
 class RunOptions(
+    StrictOptions,
     LogOptions,
     GpuMemoryOptions,
     RemoteCodeOptions,
@@ -31,6 +70,7 @@ class RunOptions(
     PipelineOptions,
     ShardingOptions,
     ReplicaOptions,
+    DequantizeOptions,
     SourcePrefixOptions,
 ):
     """Options for running the models that are compared."""
@@ -57,10 +97,10 @@ class RunOptions(
     backward: Annotated[
         bool, Option("Also compare gradients of one training step.", TRAINING_STEP, off_flag="--no-backward")
     ] = True
-    strict: Annotated[
-        bool,
-        Option("Also exit 1 if the result is inconclusive (the tolerance is too large to detect errors).", MODEL_RUN),
-    ] = False
+    dequantize: Annotated[bool, _DEQUANTIZE] = False
+    trust_remote_code: Annotated[bool, REMOTE_CODE._replace(help="Allow custom model code from the checkpoints.")] = (
+        False
+    )
 
     @property
     def reference_bytes(self) -> int | None:
@@ -79,7 +119,7 @@ class RunOptions(
             raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MAX_MICROBATCHES:,}")
 
 
-class CompareOptions(BufferOptions, LogOptions, HubOptions, SourcePrefixOptions, kw_only=False):
+class CompareOptions(StrictOptions, BufferOptions, LogOptions, TwoCheckpointOptions, DequantizeOptions, kw_only=False):
     """Options of `verify` without `--run`."""
 
     command: ClassVar[str] = "verify"
@@ -95,10 +135,11 @@ class CompareOptions(BufferOptions, LogOptions, HubOptions, SourcePrefixOptions,
             spellings=DTYPE_SPELLINGS,
         ),
     ] = "auto"
+    dequantize: Annotated[bool, _DEQUANTIZE] = False
     run: Annotated[Literal[False], Option(_RUN_HELP, MODEL_RUN)] = False
 
 
-class CompareRunOptions(RunOptions, HubOptions, kw_only=False):
+class CompareRunOptions(RunOptions, TwoCheckpointOptions, kw_only=False):
     """Options of `verify --run`."""
 
     command: ClassVar[str] = "verify --run"

@@ -61,6 +61,37 @@ def test_the_strongest_source_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        "[tool.ckptx]\nworkers = 3", "[tool . ckptx]\nworkers = 3", "[tool.'ckptx']\nworkers = 3",
+        '["tool"."ckptx"]\nworkers = 3', "[tool]\nckptx = {workers = 3}", "[tool]\nckptx={ workers = 3 }",
+        "[tool]\nckptx.workers = 3", "[tool]\n'ckptx' = {workers = 3}", '[tool]\n"ckptx".workers = 3',
+        "[tool]\nckptx\t=\t{reshard = {workers = 3}}", "[tool]\nckptx.reshard = {workers = 3}",
+        "[tool.ckptx.reshard]\nworkers = 3", "[tool.other]\nx = 1\n[tool]\nckptx = {workers = 3}",
+    ],
+)  # fmt: skip
+def test_every_form_of_the_table_in_pyproject_is_read(table: str) -> None:
+    files(project=table)
+    assert read_defaults("reshard")["workers"].value == 3
+    Path("pyproject.toml").write_text("tool = {ckptx = {workers = 3}}")
+    assert read_defaults("reshard")["workers"].value == 3
+
+
+@pytest.mark.parametrize("project", ['dependencies = ["ckptx>=0.1"]', "[tool.ckptxx]\nworkers = 3", "# ckptx"])
+def test_a_pyproject_that_only_mentions_ckptx_is_not_read(project: str) -> None:
+    files(project=f"{project}\nbroken = ")
+    assert read_defaults("reshard") == {}
+
+
+@pytest.mark.parametrize("table", ["[tool.ckptx]\nwokers = 2", "[tool]\nckptx = {wokers = 2}"])
+def test_a_wrong_key_in_either_form_is_one_line(table: str) -> None:
+    files(project=table)
+    assert run("reshard", "hf", "out").stderr.startswith(
+        "error: pyproject.toml: tool.ckptx.wokers: ckptx does not take"
+    )
+
+
 def test_a_table_is_for_one_command_or_a_group() -> None:
     files(own="[convert]\nworkers = 2\n[convert.hf2dcp]\nworkers = 3\n[convert.to-hf]\nindex = 'always'")
     assert read_defaults("convert hf2dcp")["workers"].value == read_defaults("convert to-dcp")["workers"].value == 3
@@ -90,7 +121,7 @@ def test_variables_are_read_as_their_option(
 def test_a_repeatable_option_and_what_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"SET": "a.b=1 c=2", "DEBUG": "1", "LAUNCHED": "1", "VERSION": "3", "TP": ""}.items():
         monkeypatch.setenv(f"CKPTX_{name}", text)
-    assert {name: each.value for name, each in read_defaults("robustness").items()} == {"settings": ("a.b=1", "c=2")}
+    assert {name: each.value for name, each in read_defaults("robustness").items()} == {"overrides": ("a.b=1", "c=2")}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +184,7 @@ def test_a_default_without_meaning_in_a_call_is_left_out() -> None:
     assert set(applicable_defaults("verify", {"run": True, "tp": 1})) == set()
     assert set(applicable_defaults("verify", {"run": True, "pp": 2})) == {"tp", "tp_plan", "microbatches"}
     assert set(applicable_defaults("forecast", {})) == {"seq", "gpu_memory"}
-    assert set(applicable_defaults("forecast", {"recipe": "r"})) == {"settings", "gpu_memory"}
+    assert set(applicable_defaults("forecast", {"recipe": "r"})) == {"overrides", "gpu_memory"}
     assert set(applicable_defaults("forecast", {"search": True})) == {"seq", "gpu_memory", "gpus"}
     assert run("verify", "hf", "hf").return_value == 0
 
@@ -162,14 +193,14 @@ def test_a_refusal_names_the_defaults_of_the_call() -> None:
     files(own="workers = 3")
     result = run("reshard", "hf", "out", "--max-memory", "2MB")
     assert result.return_value == 2
-    assert result.stderr.splitlines()[1] == "note: defaults in use: --workers (ckptx.toml: workers)"
+    assert result.stderr.splitlines()[1] == "note: settings in use: --workers (ckptx.toml: workers)"
 
 
 def test_env_lists_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert document("env")["defaults"] == []
+    assert document("env")["settings"] == []
     files(project="[tool.ckptx]\nworkers = 5\nseq = 7", own="token = 'secret'\n[reshard]\nworkers = 6")
     monkeypatch.setenv("CKPTX_SEQ", "8")
-    rows = {row["origin"]: row for row in document("env")["defaults"]}
+    rows = {row["origin"]: row for row in document("env")["settings"]}
     project, own = "pyproject.toml: tool.ckptx.workers", "ckptx.toml: reshard.workers"
     assert rows.keys() == {project, own, "ckptx.toml: token", "CKPTX_SEQ"}
     assert rows[own] == {

@@ -14,7 +14,7 @@ import pytest
 
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.options.commands import COMMANDS, tables_of
+from ckptx.options.commands import COMMANDS, tables_of, unknown_option_error
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions
 from ckptx.options.forecast import ForecastOptions
 from ckptx.options.help import make_help, section_titles, size_note
@@ -130,7 +130,7 @@ def test_gpus_have_a_little_less_memory_than_their_names_say() -> None:
 
 def test_defaults() -> None:
     options = ToHfOptions("dcp2hf", "in", "out")
-    assert (options.dtype, options.tied, options.model_prefix, options.base) == ("auto", "auto", None, None)
+    assert (options.dtype, options.tied, options.source_prefix_or_none, options.base) == ("auto", "auto", None, None)
     assert (options.shard_bytes, options.max_shard_size, options.buffer_bytes) == (5 * 10**9, None, 256 * 10**6)
     assert options.threads == default_workers() >= 1
 
@@ -197,7 +197,7 @@ def test_spellings_of_a_dtype() -> None:
         ("forecast", {"gpu": "h100", "gpu_memory": "80GB"}, "--gpu-memory cannot be combined with --gpu; leave out"),
         ("forecast", {"gpu_memory": "80"}, '--gpu-memory: "80" has no unit; write 80GB'),
         ("forecast", {"gpu_memory": 80}, '--gpu-memory: "80" has no unit; write 80GB'),
-        ("forecast", {"settings": ["a=b"]}, "--set requires --recipe"),
+        ("forecast", {"overrides": ["a=b"]}, "--set requires --recipe"),
         ("forecast", {"recipe": "r"}, "a and --recipe both name a model; leave out one of them"),
         ("forecast", {"loss": "some"}, '--loss: "some" must be one of sharded, full, none'),
     ],
@@ -207,6 +207,24 @@ def test_refusals(function: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         getattr(ckptx, function if function in ("forecast", "verify") else "convert")(*paths, **options)
     assert str(error.value).startswith(message)
+
+
+def test_the_hint_for_an_unknown_option_names_a_command_without_its_mode_if_both_take_it() -> None:
+    names = {name for command in COMMANDS.values() for table in tables_of(command) for name in settings_of(table)}
+    hints: dict[str, list[str]] = {}
+    for command in COMMANDS.values():
+        for table in command.option_tables:
+            for name in sorted(names - settings_of(table).keys()):
+                message = str(unknown_option_error(table.command, [table], name))
+                if message.endswith(("does)", "do)")):
+                    words = message.partition("(")[2].removesuffix(" does)").removesuffix(" do)")
+                    hints[message] = re.split(", | and ", words)
+    assert any("forecast --search" in each for each in hints.values())
+    for message, commands in hints.items():
+        assert not {each.partition(" --")[0] for each in commands if " --" in each} & set(commands), message
+    assert str(unknown_option_error("convert to-hf", [], "tp")) == (
+        "convert to-hf does not take --tp (convert to-dcp, reshard, verify --run and forecast do)"
+    )
 
 
 @pytest.mark.parametrize("given", [(), ("a",), ("a", "b", "c")])
@@ -242,9 +260,22 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
                 assert parameter.annotation == setting.type
                 assert parameter.default == (inspect.Parameter.empty if setting.is_required else setting.default)
             text = re.sub(r"--([a-z-]+)", lambda found: f"`{found[1].replace('-', '_')}`", help_texts[setting.name])
-            text = re.sub(r"\b(SRC|DST|MODEL)\b", lambda found: f"`{found[1].lower()}`", text)
+            text = re.sub(r"\b(SRC|DST|MODEL|REFERENCE|CHECKPOINT)\b", lambda found: f"`{found[1].lower()}`", text)
             assert f" {setting.name}: {text}" in " ".join(function.__doc__.split())
     assert function.__module__ == module
+
+
+def test_the_docstring_of_convert_names_the_direction_of_an_option() -> None:
+    directions = dict[str, set[str]]()
+    for table in (ToDcpOptions, ToHfOptions):
+        for name in settings_of(table):
+            directions.setdefault(name, set()).add(table.command.split()[1])
+    arguments = re.split(r"\n        (?=\w+: )", (ckptx.convert.__doc__ or "").partition("Returns:")[0])[1:]
+    assert directions.keys() == {each.split(":")[0] for each in arguments}
+    for argument in arguments:
+        text, found = " ".join(argument.split()), directions[argument.split(":")[0]]
+        assert len(found) == 2 or f" Only with {min(found)}." in text
+        assert len(found) == 1 or " Only with " not in text
 
 
 def test_every_choice_is_one_of_a_command_line() -> None:
@@ -318,7 +349,7 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
         'ckptx.forecast("a", search=True, gpus=2, gpu_memory="1GB").gpus',
         'ckptx.forecast("a", tp=2).by_pipeline_rank',
         'ckptx.forecast("a", tp=2, turbo=True)',
-        'ckptx.robustness("a", settings=["x=1"], turbo=True)',
+        'ckptx.robustness("a", overrides=["x=1"], turbo=True)',
     ]
     (tmp_path / "use.py").write_text("\n".join(["from pathlib import Path", "import ckptx", *lines]) + "\n")
     done = subprocess.run(
@@ -348,7 +379,8 @@ def test_help_names_what_an_option_depends_on() -> None:
     assert not texts["as_json"].condition and not texts["source_prefix"].condition
     titles = section_titles([*texts.values()])
     assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
-    assert titles["Source"] == "Source", "--trust-remote-code requires --run, and the others do not"
+    assert titles["Both checkpoints"] == "Both checkpoints", "--trust-remote-code requires --run, the others do not"
+    assert "Source" not in titles and "Source" in section_titles([*make_help(tables_of(COMMANDS["reshard"])).values()])
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
     assert search.sentences().endswith(" Requires --gpus.")
 
