@@ -99,9 +99,8 @@ def make_slots(timeline: Sequence[Sequence[Any]]) -> list[Slot]:
 
     Work between two layers of a pass is part of the slot of the first of them.
 
-
     Args:
-        timeline: Rows of phase, microbatch, layer and the bytes by kind.
+        timeline: `timeline` of the report: phase, microbatch, layer and the bytes by kind of each part of the step.
     """
     slots = [Slot(phase, microbatch, layer, tuple(sizes)) for phase, microbatch, layer, *sizes in timeline]
     return _downsample(_merge_gaps(slots))

@@ -12,9 +12,10 @@ from ckptx.report.forecast_phrases import (
     communication_text,
     flops_text,
     mesh_text,
-    module_text,
+    origin_text,
     other_precision_text,
     peak_time_text,
+    present_kinds,
     settings_text,
     stages_text,
     tensor_text,
@@ -65,14 +66,14 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
         allocation = f"{peak_tensor['op']} allocates {tensor_text(peak_tensor)}"
         yield f"  peak during {peak_time_text(report, peak_tensor)}: {allocation}"
     yield f"  {'':<12} {'at the peak':>13}  {'between steps':>13}"
+    present = present_kinds(report, row)
     for kind in report.memory_kinds:
         sizes = row["by_kind"][kind], row["between_steps_by_kind"][kind]
-        if any(sizes):
+        if any(sizes) or kind in present:
             yield f"  {kind:<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"
     yield "  largest tensors at the peak"
     counts = Counter(
-        f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} from {each['op']}, "
-        f"{module_text(each['module'])}"
+        f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} {origin_text(each)}"
         for each in row["largest_tensors"]
     )
     yield from (line if count == 1 else f"{line} ({count} of this size)" for line, count in counts.items())

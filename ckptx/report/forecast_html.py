@@ -16,12 +16,13 @@ from ckptx.report.forecast_phrases import (
     batch_text,
     communication_text,
     flops_text,
-    highest_peak_row,
+    highest_peak_entry,
     mesh_text,
-    module_text,
     other_precision_text,
     pass_text,
     peak_time_text,
+    place_text,
+    present_kinds,
     settings_text,
     stages_text,
     tensor_text,
@@ -50,7 +51,7 @@ class ForecastHeading:
     Attributes:
         title: Architecture class of the model; for a failed run, the model or recipe as given to the command.
         model: Model or recipe as given to the command; "" if it is the title.
-        css_class: CSS class of the verdict: "ok", "bad", or "known" if no GPU memory was given.
+        css_class: CSS class of the verdict: "ok"; "bad", also for an error; or "known" if no GPU memory was given.
         word: First word of the verdict: FITS, DOES NOT FIT, PEAK or ERROR.
         text: Rest of the verdict.
         facts: Pairs of term and value.
@@ -88,9 +89,10 @@ class LargeTensor:
     Attributes:
         nbytes: Size in bytes.
         kind: Kind of tensor, such as "activations".
-        text: Dtype and shape.
+        text: Dtype and shape, in words.
         op: Operation that allocated it.
-        module: Module that allocated it, in words: "in lm_head", or "outside modules".
+        module: Module that allocated it, in words: "in lm_head", "in the loss", or "outside modules"; of a parameter or
+            its optimizer state, the name of the parameter: "of lm_head.weight".
     """
 
     nbytes: int
@@ -101,7 +103,7 @@ class LargeTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
+class StageSection:
     """Memory of a pipeline rank, which runs one or more stages.
 
     Attributes:
@@ -109,7 +111,7 @@ class StageRow:
         peak: Bytes at the peak.
         between_steps: Bytes between steps.
         is_too_large: True if it does not fit in GPU memory.
-        facts: Memory between steps, FLOPs, checkpointed layers and communication, in words.
+        facts: Memory between steps, FLOPs, and, if there are any, checkpointed layers and communication, in words.
         plot: Memory over one step; None if no step was recorded.
         kinds: Kinds of tensors, top of the plot first.
         largest_tensors: Largest tensors at the peak.
@@ -132,13 +134,13 @@ def forecast_page(report: Report, model: str) -> str:
         report: Report of `forecast`; a plain `Report` is that of a failed run, and the page shows its error.
         model: Model or recipe as given to the command.
     """
-    stages: Sequence[StageRow] = ()
+    stages: Sequence[StageSection] = ()
     assumptions: Sequence[str] | None = None
     note = ""
     if isinstance(report, ForecastReport):
-        scale = Scale.fit(int(highest_peak_row(report)["peak"]), report.gpu_memory, report.reserved)
+        scale = Scale.fit(int(highest_peak_entry(report)["peak"]), report.gpu_memory, report.reserved)
         heading, assumptions = _heading(report, model), report.assumptions
-        stages = [_stage_row(report, row, scale) for row in report.by_pipeline_rank]
+        stages = [_stage_section(report, row, scale) for row in report.by_pipeline_rank]
         note = _AXIS_NOTE
         if report.gpu_memory is not None and scale.gpu_memory is None:
             note += f" GPU memory ({human_bytes(report.gpu_memory)}) is above the range of the plot."
@@ -166,34 +168,37 @@ def _heading(report: ForecastReport, model: str) -> ForecastHeading:
         ("settings", settings_text(report)),
     ]
     if other := other_precision_text(report):
-        facts.append(("other precision", other))
+        facts.append(("mixed precision", other))
     css_class = {True: "ok", False: "bad", None: "known"}[report.fits]
     return ForecastHeading(report.architecture, model, css_class, word, text, facts)
 
 
-def _stage_row(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageRow:
+def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageSection:
     facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
     if row["checkpointed_layers"]:
         facts.append(f"{counted(row['checkpointed_layers'], 'layer')} checkpointed")
     if row["sent_bytes"]:
         facts.append(communication_text(row))
-    sizes_by_kind = zip(*(each[3:] for each in row["timeline"]), strict=True)
-    present_kinds = {kind for kind, sizes in zip(report.memory_kinds, sizes_by_kind, strict=True) if any(sizes)}
-    return StageRow(
+    present = present_kinds(report, row)
+    return StageSection(
         title=stages_text(report, row).capitalize(),
         peak=row["peak"],
         between_steps=row["between_steps"],
         is_too_large=row["fits"] is False,
-        facts=", ".join(facts),
+        facts="; ".join(facts),
         plot=_memory_plot(report, row, scale),
         kinds=[
             MemoryKind(kind, _COLOR_BY_KIND[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
             for kind in reversed(_COLOR_BY_KIND)
-            if kind in present_kinds
+            if kind in present
         ],
         largest_tensors=[
             LargeTensor(
-                each["bytes"], str(each["kind"]), tensor_text(each), str(each["op"]), module_text(each["module"])
+                each["bytes"],
+                str(each["kind"]),
+                tensor_text(each),
+                str(each["op"]),
+                place_text(each),
             )
             for each in row["largest_tensors"]
         ],

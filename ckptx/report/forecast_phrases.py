@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ckptx.report.documents.forecast import ForecastReport
+from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import counted, human_bytes
 
 _PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
@@ -63,7 +63,7 @@ def step_text(step: Mapping[str, Any], tp: int | None) -> str:
 def _sharded_loss_text(tp: int | None) -> str:
     """Return the text of a loss on logits that TP shards; see `step_text` for `tp`."""
     if tp is None:
-        return "loss on logits sharded with TP"
+        return "loss on sharded logits with TP"
     return "loss in float32" if tp == 1 else "loss on sharded logits"
 
 
@@ -83,8 +83,8 @@ def pass_text(report: ForecastReport, phase: str, microbatch: int) -> str:
 
 
 def module_text(module: str) -> str:
-    """Return where an operation ran: `in lm_head`, or `outside modules`."""
-    return f"in {module}" if module else "outside modules"
+    """Return where an operation ran: `in lm_head`, `in the loss`, or `outside modules`."""
+    return "in the loss" if module == "loss" else f"in {module}" if module else "outside modules"
 
 
 def peak_time_text(report: ForecastReport, peak: Mapping[str, Any]) -> str:
@@ -99,6 +99,17 @@ def tensor_text(tensor: Mapping[str, Any]) -> str:
     return f"{tensor['dtype']} {list(tensor['shape'])}"
 
 
+def origin_text(tensor: Mapping[str, Any]) -> str:
+    """Return the parameter of a tensor, or else what allocated it: `of lm_head.weight`, `from aten::mm, in lm_head`."""
+    place = place_text(tensor)
+    return place if tensor["parameter"] else f"from {tensor['op']}, {place}"
+
+
+def place_text(tensor: Mapping[str, Any]) -> str:
+    """Return the parameter of a tensor, or else the module that allocated it: `of lm_head.weight`, `in lm_head`."""
+    return f"of {tensor['parameter']}" if tensor["parameter"] else module_text(tensor["module"])
+
+
 def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
     """Return the FLOPs and the recomputed share of them: `56.2 TFLOPs, 8.1% recomputed`."""
     flops, recomputed = (row.flops, row.recomputed_flops) if isinstance(row, ForecastReport) else (
@@ -109,8 +120,15 @@ def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
 
 
 def communication_text(row: Mapping[str, Any]) -> str:
-    """Return the bytes that a rank sends in a step, by collective: `sends all-gather 1.20 GiB`."""
-    return f"sends {', '.join(f'{name} {human_bytes(nbytes)}' for name, nbytes in row['sent_bytes'].items())}"
+    """Return the bytes that a rank sends in a step, by collective: `sent per step: 1.20 GiB in all-gather`."""
+    sent = (f"{human_bytes(nbytes)} in {name}" for name, nbytes in row["sent_bytes"].items())
+    return f"sent per step: {', '.join(sent)}"
+
+
+def present_kinds(report: ForecastReport, row: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of memory that a rank has at the peak of any part of the step."""
+    sizes_by_kind = zip(*(part[3:] for part in row["timeline"]), strict=True)
+    return {kind for kind, sizes in zip(report.memory_kinds, sizes_by_kind, strict=True) if any(sizes)}
 
 
 def human_count(number: float) -> str:
@@ -122,14 +140,14 @@ def human_count(number: float) -> str:
     return f"{number:.3g} E" if abs(number) < 999.5 else f"{number:,.0f} E"
 
 
-def highest_peak_row(report: ForecastReport) -> Mapping[str, Any]:
+def highest_peak_entry(report: ForecastReport) -> Mapping[str, Any]:
     """Return the entry of `by_pipeline_rank` with the highest peak."""
     return max(report.by_pipeline_rank, key=lambda row: int(row["peak"]))
 
 
 def verdict(report: ForecastReport) -> str:
     """Return FITS or DOES NOT FIT with the margin; without GPU memory, PEAK with the highest peak."""
-    worst = highest_peak_row(report)
+    worst = highest_peak_entry(report)
     peak = human_bytes(worst["peak"])
     if report.layout["pp"] > 1:
         peak += f" ({stages_text(report, worst)})"
@@ -156,8 +174,8 @@ def precision_text(step: Mapping[str, Any]) -> str:
     return f"{step['dtype']} {states}" + ("" if step["dtype"] == "float32" else ", no float32 master weights")
 
 
-def other_precision_text(report: ForecastReport) -> str:
-    """Return the peak in the other usual precision, and the options for it; empty if the user chose a precision."""
+def other_precision_text(report: ForecastReport | SearchReport) -> str:
+    """Return the peak in the other common precision, and the options for it; empty if the report has none."""
     other = report.other_precision
     if other is None:
         return ""

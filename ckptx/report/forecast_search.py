@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.report.documents.forecast import SearchReport
-from ckptx.report.forecast_phrases import dims_text, step_text
+from ckptx.report.forecast_phrases import dims_text, other_precision_text, precision_text, step_text
 from ckptx.report.report import counted, human_bytes
 
 _COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
@@ -29,7 +29,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     if report.layouts:
         lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])
     if report.layouts_too_large:
-        lines.append("too large with every mode of activation checkpointing (smallest peak):")
+        lines.append("too large with every mode of activation checkpointing (smallest peak, without the reserve):")
         lines += [f"  {_layout_text(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]
     if report.unsupported_layouts:
         lines.append("not supported:")
@@ -38,17 +38,22 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     lines += [f"  {each}" for each in report.assumptions]
     verdict_line = search_verdict(report)
     lines.append(verdict_line if report.layouts else red(verdict_line))
+    if other := other_precision_text(report):
+        lines.append(other)
     lines.append(f"done in {report.seconds:.0f} s, {counted(report.evaluated_steps, 'step')} evaluated")
     return "\n".join(lines)
 
 
 def search_verdict(report: SearchReport) -> str:
-    """Return the verdict: `BEST: ` and the options of the best layout, or `NOTHING FITS ...`."""
-    if not report.layouts:
-        smallest_peak = min((each["peak"] for each in report.layouts_too_large), default=None)
-        peak_text = f"; the smallest peak is {human_bytes(smallest_peak)}" if smallest_peak is not None else ""
-        return f"NOTHING FITS on {_gpus_text(report)}{peak_text}"
-    return f"BEST: {layout_options(report.layouts[0])}"
+    """Return the verdict: `BEST: ` and the options of the best layout, or `NOTHING FITS ...`; then the precision."""
+    precision = precision_text(report.settings)
+    if report.layouts:
+        return f"BEST: {layout_options(report.layouts[0])}; {precision}"
+    peak_text = ""
+    if report.layouts_too_large:
+        smallest = min(report.layouts_too_large, key=lambda each: int(each["peak"]))
+        peak_text = f"; the smallest peak is {human_bytes(smallest['peak'])} ({_layout_text(smallest['layout'])})"
+    return f"NOTHING FITS on {_gpus_text(report)}{peak_text}; {precision}"
 
 
 def layout_options(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ Content-Security-Policy states, and is readable without its script, which adds s
 scale. Names in a checkpoint are untrusted: the template escapes them, `escape_json` escapes the JSON data, and the
 script writes them into text nodes only.
 
-A holder is a rank or, if no file name has a rank, a file.
+A holder is a rank, or a file if ranks are unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, format_layer_spans, layer_spans
+from ckptx.model_view.rank_layout import Holder, Layout, TensorGroup, format_layer_ranges, layer_ranges
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.html_data import (
     escape_json,
@@ -35,7 +35,7 @@ from ckptx.untrusted.printable import escape_strings, one_line
 
 _MAX_CELLS = 4096  # more ranks are not drawn
 _MAX_BARS = 2048  # with more holders, a bar is the maximum of several neighbors
-_MAX_ROWS = 400  # patterns listed without a search
+_MAX_ROWS = 400  # groups of tensors listed without a search
 # Cells show their bytes if there are at most this many holders and TP ranks, so that a line fits in 1,300 px.
 _MAX_HOLDERS_WITH_BYTES = 64
 _MAX_TP_WITH_BYTES = 12
@@ -48,10 +48,10 @@ class LayoutHeading:
     """The head of the page.
 
     Attributes:
-        title: Name of the checkpoint.
+        title: Name of the checkpoint: the last component of its path.
         path: Path of the checkpoint.
         facts: Pairs of term and value.
-        dtypes: Pairs of dtype and number of tensors.
+        dtypes: Pairs of dtype and number of tensors with it.
         note: Note that the page shows a part of the checkpoint; "" if it shows all.
     """
 
@@ -71,7 +71,7 @@ class RankCell:
         line_label: Label of the line that begins with this cell; None inside a line.
         label: Number of the rank, or name of the file.
         nbytes: Bytes of tensor data.
-        share: `nbytes` divided by that of the largest holder.
+        share: `nbytes` divided by that of the largest holder, 0 to 1.
         tooltip: Coordinates, bytes and number of tensors, for the tooltip.
         hue: Hue of the cell in OKLCH, in degrees.
         lightness: Lightness of the cell in OKLCH, 0 to 1.
@@ -97,8 +97,8 @@ class MeshStage:
         layers: Layers of the stage, in words.
         modules_outside_layers: Names of modules outside layers; the last item may be the number of further ones.
         cells_class: CSS classes of the list of cells; None if there are too many to draw.
-        columns: Headers of the columns of cells.
-        cells: Cells, row by row.
+        columns: Headers of the columns of cells; empty without a mesh, if lines are wrapped, or if nothing is drawn.
+        cells: Cells, line by line; empty if there are too many to draw.
     """
 
     title: str
@@ -179,17 +179,17 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """A pattern in the list of tensors.
+    """A row in the list of tensors: a group of tensors with the same pattern of names, dtype and sharding.
 
     Attributes:
-        index: Index among all groups.
-        first_name: Name of the first tensor, quoted for a URL.
-        thumbnail_id: Id of the thumbnail.
-        pattern: Pattern of names.
-        count: Number of tensors that match.
-        dtype: Dtype of the tensors.
-        shape: Shape of the tensors.
-        sharding: Sharding of the tensors, in words.
+        index: Index of the group in `Layout.groups`.
+        first_name: Name of the first tensor of the group, quoted for a URL.
+        thumbnail_id: Id of the thumbnail of the sharding.
+        pattern: Pattern of names, such as "layers.*.mlp.up_proj.weight".
+        count: Number of tensors in the group.
+        dtype: Name of their dtype.
+        shape: Sizes of their dims, separated by commas.
+        sharding: Their sharding, in words.
     """
 
     index: int
@@ -208,8 +208,8 @@ class TensorList:
 
     Attributes:
         lead: Numbers of tensors, patterns and sharded tensors, as a sentence.
-        rows: Patterns that are listed before a search.
-        note: Note that there are more patterns; "" if all are listed.
+        rows: Groups that are listed before a search, those of one pattern next to each other.
+        note: Note that there are more rows; "" if all are listed.
     """
 
     lead: str
@@ -241,6 +241,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
 
 
 def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
+    """Return the head of the page; its facts are about the whole checkpoint, even if the page shows a part of it."""
     facts = [
         ("format", format_text(report.format)),
         ("architecture", report.architecture or "unknown"),
@@ -253,7 +254,7 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
         title=str(report.path).rstrip("/").rpartition("/")[2] or "checkpoint",
         path=str(report.path),
         facts=facts,
-        dtypes=[(name, f"{count:,}") for name, count in report.dtypes["before"].items()],
+        dtypes=[(name, counted(count, "tensor")) for name, count in report.dtypes["before"].items()],
         note=f"This page shows {num_shown:,} of {counted(report.tensors, 'tensor')}."
         if num_shown < report.tensors
         else "",
@@ -261,6 +262,7 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
 
 
 def _mesh(layout: Layout) -> Mesh:
+    """Return the mesh with its stages, or the files if ranks are unknown."""
     tp = 1 if layout.dims is None else layout.dims.tp
     note = f"Meshes of more than {_MAX_CELLS:,} ranks are not drawn; --ranks --json lists all ranks."
     return Mesh(
@@ -283,7 +285,7 @@ def _mesh_description(layout: Layout) -> Markup:
     if not layout.has_ranks:
         text = "Files are not assigned to ranks"
         return Markup("{}.").format(
-            text if layout.sharded_count else f"{text}; each tensor is stored whole in one file"
+            text if layout.sharded_count else f"{text}; each tensor is stored in full in one file"
         )
     dims = layout.dims
     if dims is None:
@@ -299,12 +301,18 @@ def _mesh_description(layout: Layout) -> Markup:
             dims.tp, dims.pp, dims.dp_shard, counted(dims.world_size, "rank"),
             "; each stage has the same colors." if dims.pp > 1 else ".",
         )  # fmt: skip
-    return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored whole on one rank."
+    num_replicated = layout.once_stored_count
+    if num_replicated:
+        sentence += (
+            f" TP replicates {counted(num_replicated, 'tensor')}: only tp 0 stores them, and other TP ranks read them "
+            "from there."
+        )
+    return sentence if layout.sharded_count else sentence + " No tensor is sharded: each is stored in full on one rank."
 
 
 def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) -> MeshStage:
     dims = layout.dims
-    spans = layer_spans(layer for holder in holders for layer in holder.layers)
+    ranges = layer_ranges(layer for holder in holders for layer in holder.layers)
     outside = layout.names_outside_layers.get(stage, [])
     names = list(outside[:_MAX_OUTSIDE_NAMES])
     if len(outside) > _MAX_OUTSIDE_NAMES:
@@ -315,7 +323,7 @@ def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) ->
     return MeshStage(
         title="files" if not layout.has_ranks else "no stage" if stage is None else f"stage {stage}",
         nbytes=sum(holder.nbytes for holder in holders),
-        layers=format_layer_spans(spans) if spans else "no layers",
+        layers=format_layer_ranges(ranges) if ranges else "no layers",
         modules_outside_layers=names,
         cells_class=cells_class if is_drawn else None,
         columns=columns if is_drawn and dims is not None and _cells_per_line(dims.tp) == dims.tp else [],
@@ -324,6 +332,7 @@ def _mesh_stage(layout: Layout, stage: int | None, holders: Sequence[Holder]) ->
 
 
 def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
+    """Yield the cells of one stage; its holders are neighbors in `layout.holders`."""
     dims, colors = layout.dims, holder_colors(layout)
     largest = max(holder.nbytes for holder in layout.holders) or 1
     for index, holder in enumerate(holders, start=layout.holders.index(holders[0])):
@@ -334,6 +343,7 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
             for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
             if value is not None
         )
+        tensors = counted(holder.tensor_count, "tensor")
         yield RankCell(
             index=index,
             line_label=_line_label(holder, has_all_tp_ranks=_cells_per_line(dims.tp) == dims.tp)
@@ -342,7 +352,7 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
             label=holder.label if holder.rank is None else str(holder.rank),
             nbytes=holder.nbytes,
             share=f"{holder.nbytes / largest:.3f}",
-            tooltip=f"{holder.label}{coordinates}: {human_bytes(holder.nbytes)}, {counted(holder.tensors, 'tensor')}",
+            tooltip=f"{holder.label}{coordinates}: {human_bytes(holder.nbytes)}, {tensors}",
             hue=hue,
             lightness=lightness,
         )
@@ -399,22 +409,25 @@ def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -
     groups = layout.groups
     patterns = counted(len({group.pattern for group in groups}), "pattern")
     sharded = f"{layout.sharded_count:,}" if layout.sharded_count else "none"
-    num_unlisted = len(groups) - _MAX_ROWS
+    num_unlisted, storing_tp_ranks = len(groups) - _MAX_ROWS, layout.storing_tp_ranks()
     return TensorList(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
         "Select a tensor to see its shards.",
-        rows=[_tensor_row(layout, index, group) for index, group in listed_groups],
-        note=f"{counted(num_unlisted, 'more pattern')}; search finds them." if num_unlisted > 0 else "",
+        rows=[
+            _tensor_row(layout, index, group, storing_tp_ranks.get(group.sharding_index))
+            for index, group in listed_groups
+        ],
+        note=f"{counted(num_unlisted, 'more row')}; search finds them." if num_unlisted > 0 else "",
     )
 
 
 def _first_groups(layout: Layout) -> list[tuple[int, TensorGroup]]:
-    """Return the first `_MAX_ROWS` groups with their indices, sorted so that groups of one pattern are adjacent."""
+    """Return index and group of the first `_MAX_ROWS` groups, after those of one pattern are put next to each other."""
     first_index = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
     return sorted(enumerate(layout.groups), key=lambda item: first_index[item[1].pattern])[:_MAX_ROWS]
 
 
-def _tensor_row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
+def _tensor_row(layout: Layout, index: int, group: TensorGroup, storing_tp_rank: int | None) -> TensorRow:
     first_holder, indices = next(iter(group.indices_by_holder.items()))
     sharding = layout.shardings[group.sharding_index]
     return TensorRow(
@@ -425,5 +438,5 @@ def _tensor_row(layout: Layout, index: int, group: TensorGroup) -> TensorRow:
         count=group.count,
         dtype=group.dtype.name,
         shape=", ".join(map(str, sharding.shape)),
-        sharding=sharding_text(sharding),
+        sharding=sharding_text(sharding, storing_tp_rank),
     )

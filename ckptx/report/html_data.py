@@ -1,4 +1,4 @@
-"""Data and thumbnails of the layout page: each sharding once, and tensors by reference to it."""
+"""Data and thumbnails of the layout page: each sharding is stored once, and tensors refer to it by index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region
-from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct_regions, format_layer_spans
+from ckptx.model_view.rank_layout import Layout, Sharding, TensorGroup, distinct_regions, format_layer_ranges
 
 _WIDTH, _HEIGHT = 48, 32  # size of a thumbnail in pixels
 _MAX_THUMBNAIL_SHARDS = 64  # largest number of rectangles in a thumbnail
@@ -40,12 +40,19 @@ def drawn_axes(sharding: Sharding) -> Axes:
     return Axes(drawn[0], drawn[1], tuple(dim for dim in dims if dim not in drawn))
 
 
-def sharding_text(sharding: Sharding) -> str:
-    """Return a sharding in words: `split 4-way on dim 0, 2-way on dim 1`; `whole, 4 replicas`."""
+def sharding_text(sharding: Sharding, storing_tp_rank: int | None = None) -> str:
+    """Return a sharding in words: `split 4-way on dim 0, 2-way on dim 1`; `not sharded, 4 replicas`.
+
+    Args:
+        sharding: Sharding to describe.
+        storing_tp_rank: The only TP rank that stores a tensor that TP replicates; None for another tensor.
+    """
     parts = [(dim, _count_splits(sharding, dim)) for dim in range(len(sharding.shape))]
     splits = ", ".join(f"{count}-way on dim {dim}" for dim, count in parts if count > 1)
-    text = f"split {splits}" if splits else "whole"
+    text = f"split {splits}" if splits else "not sharded"
     replicas = max((len(holders) for _, holders in distinct_regions(sharding)), default=1)
+    if storing_tp_rank is not None:
+        return f"{text}; replicated by TP, stored only by tp {storing_tp_rank}"
     return text if replicas == 1 else f"{text}, {replicas} replicas"
 
 
@@ -92,6 +99,7 @@ def page_data(layout: Layout) -> dict[str, Any]:
 
     A holder is an index into "holders"; in a sharding, the index is relative to the first holder of the tensor.
     """
+    storing_tp_ranks = layout.storing_tp_ranks()
     return {
         "unit": "rank" if layout.has_ranks else "file",
         "colors": holder_colors(layout),
@@ -100,15 +108,17 @@ def page_data(layout: Layout) -> dict[str, Any]:
                 holder.label,
                 [holder.stage, holder.dp, holder.tp],
                 holder.nbytes,
-                holder.tensors,
-                format_layer_spans(holder.spans()),
+                holder.tensor_count,
+                format_layer_ranges(holder.layer_ranges()),
                 holder.files[:_MAX_FILES],
                 len(holder.files),
             ]
             for holder in layout.holders
         ],
         "bits": {group.dtype.name: group.dtype.bits for group in layout.groups},
-        "shardings": [_sharding_row(sharding) for sharding in layout.shardings],
+        "shardings": [
+            _sharding_data(sharding, storing_tp_ranks.get(index)) for index, sharding in enumerate(layout.shardings)
+        ],
         "groups": [
             [
                 group.pattern,
@@ -121,11 +131,11 @@ def page_data(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _sharding_row(sharding: Sharding) -> dict[str, Any]:
+def _sharding_data(sharding: Sharding, storing_tp_rank: int | None) -> dict[str, Any]:
     axes = drawn_axes(sharding)
     return {
         "shape": sharding.shape,
-        "text": sharding_text(sharding),
+        "text": sharding_text(sharding, storing_tp_rank),
         "vertical": axes.vertical,
         "horizontal": axes.horizontal,
         "undrawn": axes.undrawn,

@@ -2,8 +2,8 @@
 
 JUnit XML has no standard. All three services read this subset: `testsuites` with one `testsuite` with counts and
 `properties`, and a `testcase` with `classname`, `name`, `time` and at most one `failure`, `error` or `skipped`. A phase
-is a test case, and so is each of its oracles, in a class named after the phase. If an oracle fails, its test case and
-that of its phase fail: the phase lists all failures, the oracle its own. XML 1.0 cannot contain most control
+is a test case, and so is each of its checks, in a class named after the phase. If a check fails, its test case and
+that of its phase fail: the phase lists all failures, the check its own. XML 1.0 cannot contain most control
 characters, not even as character references; they are written as escapes.
 """
 
@@ -19,20 +19,21 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import Report
 from ckptx.report.robustness_phrases import (
     cause_text,
+    check_cause,
+    check_text,
     differing_items,
-    failing_oracles,
-    first_cause,
+    failing_checks,
+    find_first_failure,
     first_items,
+    kill_place_text,
     kill_text,
     memory_failures,
     mesh_text,
     noise_text,
-    oracle_cause,
-    oracle_text,
     phase_notes,
     unchecked_text,
     verdict,
-    widened_oracles,
+    widened_checks,
     widened_text,
 )
 from ckptx.untrusted.printable import one_line
@@ -59,7 +60,7 @@ def junit_xml(report: Report, recipe: str) -> str:
             failure = (
                 None if row["ok"] else (text, ["the last good step cannot be loaded, or another step looks complete"])
             )
-            _add_case(suite, f"{class_name}.killed", text, 0.0, failure=failure)
+            _add_case(suite, f"{class_name}.killed", kill_place_text(row), 0.0, failure=failure)
         if not report.ok and not suite.findall("testcase/failure"):
             _add_case(suite, class_name, "verdict", report.seconds, failure=(verdict(report), list(report.notes)))
     else:
@@ -86,12 +87,12 @@ def _add_properties(suite: ET.Element, report: RobustnessReport) -> None:
         "recipe_file": report.recipe_file,
         **({"mesh": mesh} if (mesh := mesh_text(report)) else {}),
         "trainer": report.trainer,
-        "out": report.output_dir,
-        **{f"set {key}": value for key, value in report.settings.items()},
+        "output": report.output_dir,
+        **{f"set {key}": value for key, value in report.overrides.items()},
         **({"injected fault": report.injected_fault} if report.injected_fault else {}),
         **({"cause": cause} if (cause := cause_text(report)) else {}),
         **{f"noise of {quantity}": text for quantity in ("loss", "logits") if (text := noise_text(report, quantity))},
-        **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened_oracles(report)},
+        **{f"widened {phase} {row['name']}": widened_text(phase, row) for phase, row in widened_checks(report)},
         **report.environment,
     }
     properties = ET.SubElement(suite, "properties")
@@ -107,31 +108,31 @@ def _add_phase(suite: ET.Element, report: RobustnessReport, phase: Mapping[str, 
         return
     failure = None
     if phase["ok"] is False:
-        failing, memory = failing_oracles(phase), memory_failures(phase)
-        parts = [f"{row['name']}: {oracle_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
+        failing, memory = failing_checks(phase), memory_failures(phase)
+        parts = [f"{row['name']}: {check_text(row)}" for row in failing] + [f"memory: {fault}" for fault in memory]
         parts = parts or [*notes] or [str(phase.get("title") or "failed")]
         if phase is next(each for each in report.phases if each["ok"] is False):
-            cause = first_cause(report)
+            cause = find_first_failure(report)
             parts += [str(cause_text(report))] if cause is not None and cause["cause"] not in parts else []
-        lines = [line for row in failing for line in _oracle_lines(report, phase, row)]
+        lines = [line for row in failing for line in _check_lines(report, phase, row)]
         failure = ("; ".join(parts), [*lines, *memory, *notes])
     case = _add_case(suite, class_name, name, float(phase["seconds"]), failure=failure)
     if failure is None and notes:
         ET.SubElement(case, "system-out").text = "\n".join(map(_xml_text, notes))
     for row in phase.get("checks") or ():
-        oracle_failure = (oracle_text(row), _oracle_lines(report, phase, row)) if row["ok"] is False else None
+        check_failure = (check_text(row), _check_lines(report, phase, row)) if row["ok"] is False else None
         case = _add_case(
-            suite, f"{class_name}.{_escape_class_name(name)}", str(row["name"]), 0.0, failure=oracle_failure
+            suite, f"{class_name}.{_escape_class_name(name)}", str(row["name"]), 0.0, failure=check_failure
         )
         if row["ok"] is None:
             ET.SubElement(case, "skipped", {"message": _xml_text(unchecked_text(row))})
 
 
-def _oracle_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+def _check_lines(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
     name = str(row["name"])
     items = [f"    {item}" for item in first_items(differing_items(report, phase, name), _MAX_ITEMS)]
-    cause = oracle_cause(report, phase, name)
-    return [f"{name}: {oracle_text(row)}", *items, *([] if cause is None else [f"    diagnosis: {cause}"])]
+    cause = check_cause(report, phase, name)
+    return [f"{name}: {check_text(row)}", *items, *([] if cause is None else [f"    diagnosis: {cause}"])]
 
 
 def _add_case(

@@ -201,7 +201,7 @@
       next.disabled = index === all.length - 1;
       previous.onclick = () => select({ tensor: all[index - 1].name });
       next.onclick = () => select({ tensor: all[index + 1].name });
-      detail.append(make("div", { class: "steps" }, previous, next, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} with this sharding`));
+      detail.append(make("div", { class: "steps" }, previous, next, `${(index + 1).toLocaleString("en")} of ${counted(all.length, "tensor")} with this pattern and sharding`));
     }
     table.open = sharding.shards.length > 1 && sharding.shards.length <= MAX_SHARDS_OPEN;
     detail.append(make("div", { class: "drawn" }, figure, table), readout);

@@ -6,11 +6,12 @@ written, stored, copies, aliases   counted by `conversion.ledger`; `stored_text`
 bytes read                         `TensorReader.bytes_read`, summed over readers and ranks; `bytes_read_text`
 peak memory                        `peak_memory` of a process, `peak_of_processes` of several; `peak_memory_text`
 speed                              `report.written_gb_per_s`; `speed_text`
+state that is not compared         `comparison.uncompared.count_uncompared`; `uncompared_text`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 from ckptx.report.report import LARGEST_RANK, THIS_PROCESS, Report, human_bytes
@@ -42,7 +43,7 @@ def peak_memory_text(report: Report) -> tuple[str, str]:
 
 _FORMAT_NAMES = {
     "sharded": "sharded safetensors",
-    "fsdp": "FSDP rank files",
+    "fsdp": "per-rank FSDP files",
     "bin": "pytorch_model.bin",
     "torch-save": "torch.save dict",
 }
@@ -64,7 +65,7 @@ def speed_text(report: Report) -> str:
 
 
 def written_text(output_bytes: int, written_bytes: int) -> str:
-    """Return the bytes of an output, and how many of them an earlier run wrote.
+    """Return the bytes of all files of an output, and how many of them an earlier run wrote: `79.43 MiB in files`.
 
     Args:
         output_bytes: Bytes of all files of the output.
@@ -76,7 +77,7 @@ def written_text(output_bytes: int, written_bytes: int) -> str:
         if written_bytes and earlier_bytes
         else ""
     )
-    return f"{human_bytes(output_bytes)}{earlier_text}"
+    return f"{human_bytes(output_bytes)} in files{earlier_text}"
 
 
 def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
@@ -89,3 +90,13 @@ def stored_text(stored: int, *, copies: int = 0, aliases: int = 0) -> str:
     """
     parts = [counted(count, noun) for count, noun in ((copies, "copy"), (aliases, "alias")) if count]
     return " + ".join([f"{stored:,}", *parts]) if parts else ""
+
+
+def uncompared_text(not_compared: Mapping[str, int]) -> str:
+    """Return what a comparison left out: `117 optimizer tensors, 1 pickled object`; "" for nothing.
+
+    Args:
+        not_compared: `not_compared` of the report of `diff` or `verify`.
+    """
+    nouns = {"optimizer": "optimizer tensor", "other": "other tensor", "objects": "pickled object"}
+    return ", ".join(counted(not_compared[kind], noun) for kind, noun in nouns.items() if not_compared.get(kind))

@@ -1,11 +1,11 @@
-"""Output of `inspect --ranks`: rows for `--json`, and a table that is readable for a thousand ranks."""
+"""Output of `inspect --ranks`: report entries of ranks and files, and a table that is readable for a thousand ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ckptx.model_view.rank_layout import Holder, Layout, format_layer_spans, layer_spans
+from ckptx.model_view.rank_layout import Holder, Layout, format_layer_ranges, layer_ranges
 from ckptx.report.documents.inspection import RanksOfInspection
 from ckptx.report.report import counted, human_bytes
 
@@ -15,33 +15,34 @@ _MAX_LAYERS_LENGTH = 60  # characters
 
 
 def layout_report(layout: Layout) -> RanksOfInspection:
-    """Return the mesh and the balance of its ranks, with a row for each file if no file name has a rank."""
+    """Return the mesh and the balance of its ranks, with an entry for each file if ranks are unknown."""
     dims, mesh = layout.dims, None
     if dims is not None:
-        stages = [layer_spans(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
+        stages = [layer_ranges(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
         mesh = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
     by_file = [
-        {"file": holder.label, "layers": holder.spans(), "tensors": holder.tensors, "bytes": holder.nbytes}
+        {"file": holder.label, "layers": holder.layer_ranges(), "tensors": holder.tensor_count, "bytes": holder.nbytes}
         for holder in layout.holders
     ]
     return RanksOfInspection(
         layout=mesh,
         sharded_tensors=layout.sharded_count,
+        stored_by_one_tp_rank=layout.once_stored_count,
         balance=layout.balance(),
         by_file=None if layout.has_ranks else by_file,
     )
 
 
 def rank_rows(layout: Layout) -> list[dict[str, Any]]:
-    """Return a row for each rank; none if no file name has a rank."""
+    """Return the entry of the report for each rank; none if ranks are unknown."""
     return [
         {
             "rank": holder.rank,
             "stage": holder.stage,
             "dp": holder.dp,
             "tp": holder.tp,
-            "layers": holder.spans(),
-            "tensors": holder.tensors,
+            "layers": holder.layer_ranges(),
+            "tensors": holder.tensor_count,
             "bytes": holder.nbytes,
             "files": holder.files,
         }
@@ -50,7 +51,12 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
 
 
 def mesh_text(layout: dict[str, Any] | None, num_ranks: int) -> str:
-    """Return the mesh: `tp 2 x pp 1 x dp_shard 2, 4 ranks`."""
+    """Return the mesh and its number of ranks: `tp 2 x pp 1 x dp_shard 2, 4 ranks`.
+
+    Args:
+        layout: Sizes of the mesh; None if it is unknown.
+        num_ranks: Number of ranks; 0 if ranks are unknown.
+    """
     if not num_ranks:
         return "not sharded"
     if layout is None:
@@ -60,11 +66,11 @@ def mesh_text(layout: dict[str, Any] | None, num_ranks: int) -> str:
 
 
 def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of the summary.
+    """Return the lines of the summary about the mesh and its ranks, or about files without ranks.
 
     Args:
         mesh_report: Mesh, balance and files, from `layout_report`.
-        rows: Rows of ranks, from `rank_rows`.
+        rows: Entries of ranks, from `rank_rows`.
     """
     mesh = mesh_text(mesh_report.layout, len(rows))
     if rows and mesh_report.layout is None:
@@ -72,6 +78,11 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     lines = [f"  mesh          {mesh}"]
     sharded = counted(mesh_report.sharded_tensors, "tensor") if mesh_report.sharded_tensors else "no tensors"
     lines.append(f"  sharded       {sharded}")
+    if mesh_report.stored_by_one_tp_rank:
+        replicated = counted(mesh_report.stored_by_one_tp_rank, "tensor")
+        lines.append(
+            f"  replicated    {replicated} by TP; only tp 0 stores them, and other TP ranks read them from there"
+        )
     if not rows:
         lines += _file_lines(mesh_report.by_file or ())
     elif len(rows) <= _MAX_ROWS:
@@ -85,7 +96,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
 
 
 def balance_text(balance: dict[str, Any]) -> str:
-    """Return mean and extremes of the bytes per rank, or per file if no file name has a rank."""
+    """Return mean and extremes of the bytes per rank, or per file if ranks are unknown."""
     most, least = (
         f"{human_bytes(balance[end])}{'' if rank is None else f' (rank {rank})'}"
         for end, rank in (("max", balance["max_rank"]), ("min", balance["min_rank"]))
@@ -93,7 +104,7 @@ def balance_text(balance: dict[str, Any]) -> str:
     return f"mean {human_bytes(balance['mean'])}, max {most}, min {least}, max/mean {balance['max_over_mean']:.2f}"
 
 
-_RANK_COLUMNS = ("rank", "stage", "dp", "tp", "layers", "tensors", "bytes", "vs mean", "files")
+_RANK_COLUMNS = ("rank", "stage", "dp", "tp", "layers", "tensors stored", "bytes", "vs mean", "files")
 
 
 def _rank_cells(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
@@ -125,7 +136,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
     cells = []
     for stage, members in shown[:_MAX_ROWS]:
         sizes = [row["bytes"] for row in members]
-        layers = layer_spans(
+        layers = layer_ranges(
             (path, i) for row in members for path, first, stop in row["layers"] for i in range(first, stop)
         )
         mean = sum(sizes) / len(sizes)
@@ -151,7 +162,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
 
 def ranges_text(numbers: Sequence[int]) -> str:
     """Return numbers as ranges: `0-3, 8`."""
-    return format_layer_spans(layer_spans(("", number) for number in set(numbers))).strip()
+    return format_layer_ranges(layer_ranges(("", number) for number in set(numbers))).strip()
 
 
 def _layers_of_holders(holders: list[Holder]) -> set[tuple[str, int]]:
@@ -159,7 +170,7 @@ def _layers_of_holders(holders: list[Holder]) -> set[tuple[str, int]]:
 
 
 def _layers_text(layers: Sequence[tuple[str, int, int]]) -> str:
-    text = format_layer_spans(layers)
+    text = format_layer_ranges(layers)
     return text if len(text) <= _MAX_LAYERS_LENGTH else f"{text[: _MAX_LAYERS_LENGTH - 4].rstrip(' ,;')} ..."
 
 

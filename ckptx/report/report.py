@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -32,10 +32,25 @@ R = TypeVar("R", bound="Report")
 
 
 class Log:
-    """Notes of a run, in the order of its steps. They are kept even if the run fails and makes no report."""
+    """Notes of a run, in the order of its steps. They are kept even if the run fails and makes no report.
 
-    def __init__(self) -> None:
+    Attributes:
+        notes: Notes for the user.
+    """
+
+    def __init__(self, on_step: Callable[[str], None] | None = None) -> None:
+        """Start without notes.
+
+        Args:
+            on_step: Called with the text of each step before it runs, to show progress; None shows none.
+        """
         self.notes: list[str] = []
+        self._on_step = on_step
+
+    def step(self, text: str) -> None:
+        """Show what runs now, such as "importing torch"; calls with the same text update the elapsed time."""
+        if self._on_step is not None:
+            self._on_step(text)
 
     def __call__(self, value: V) -> V:
         """Record the notes of a value, and return the value."""
@@ -64,10 +79,13 @@ class Report:
         bytes_read: Bytes of tensor data read.
         bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
         aliases: Names in the checkpoint that share the bytes of another name -> that other name.
-        ties: Decisions on tied weights: target, source, case, action, declared, evidence, output_names.
-        dropped: Tensors that were dropped: name, reason.
-        config_edits: Changes to config.json: key, before, after.
-        dtypes: Number of tensors by dtype, {"before": {...}, "after": {...}}.
+        ties: Decisions of a conversion on tied weights: `name`, `tied_to`, `stored`, `action`, `declared`, `evidence`,
+            `output_names`.
+        dropped: Tensors that were dropped: `name`, `reason`.
+        config_edits: Changes to config.json: `key`, `before`, `after` (null: the key is removed).
+        dtypes: Number of tensor names by dtype. For a conversion, those of the output: "after" by the dtype in the
+            output, "before" by the dtype in the source. For a comparison, "before" counts the first checkpoint and
+            "after" the second. `inspect` has only "before".
         ranks: One entry per rank; empty for commands without ranks.
         notes: Notes for the user; they do not change the exit code.
         seconds: Wall-clock time in seconds.
@@ -155,9 +173,8 @@ class Stopwatch:
         speed = written_gb_per_s(report, seconds)
         peak_here, peak_of_child, peak_process = peak_memory(), peak_memory_of_children(), report.peak_rss_of
         peak = report.peak_rss if peak_process == LARGEST_RANK and report.peak_rss else max(peak_here, report.peak_rss)
-        if peak_of_child > max(
-            peak, peak_here, self._peak_of_earlier_children
-        ):  # a child starts with the peak of this process
+        # A child starts with the peak of this process, so a smaller peak is not its own.
+        if peak_of_child > max(peak, peak_here, self._peak_of_earlier_children):
             peak, peak_process = peak_of_child, LARGEST_PROCESS if peak_process == THIS_PROCESS else peak_process
         return replace(report, seconds=seconds, written_gb_per_s=speed, peak_rss=peak, peak_rss_of=peak_process)
 

@@ -6,25 +6,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptx.report.documents.robustness import FaultsReport, RobustnessReport
-from ckptx.report.report import counted
 from ckptx.report.robustness_phrases import (
     cause_text,
+    check_cause,
+    check_text,
+    checks_without_result,
     differing_items,
-    failing_oracles,
+    failing_checks,
     first_items,
     kill_text,
+    kills_text,
     memory_failures,
     mesh_text,
     noise_text,
-    oracle_cause,
-    oracle_text,
     phase_name,
     phase_notes,
+    skipped_checks_text,
     step_memory_text,
-    unchecked_oracles,
     unchecked_text,
     verdict,
-    widened_oracles,
+    widened_checks,
     widened_text,
 )
 from ckptx.report.text import cost_text
@@ -49,7 +50,7 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, n
     memory = step_memory_text(report)
     if memory is not None:
         lines.append(f"tensor memory of one step (max over ranks): {memory}")
-    lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened_oracles(report)]
+    lines += [red(f"WIDENED by the recipe: {widened_text(phase, row)}") for phase, row in widened_checks(report)]
     lines += _kill_lines(report, red)
     lines.append(f"output: {report.output_dir or 'temporary, removed'}")
     lines.append(verdict(report) if report.ok else red(verdict(report)))
@@ -79,7 +80,7 @@ def _header_lines(report: RobustnessReport) -> list[str]:
     lines = [f"{report.recipe} on {mesh}" if mesh else report.recipe]
     if report.trainer != "ckptx":
         lines.append(f"  trainer: {report.trainer}")
-    lines += [f"  {key} = {value}" for key, value in report.settings.items()]
+    lines += [f"  {key} = {value}" for key, value in report.overrides.items()]
     if report.injected_fault:
         lines.append(f"  injected fault: {report.injected_fault}")
     return lines
@@ -90,9 +91,9 @@ def robustness_verdict(report: RobustnessReport) -> str:
     verdict_line, cause = verdict(report), cause_text(report)
     suffix = "" if cause is None else f"; {cause}"
     for phase in report.phases:
-        for row in failing_oracles(phase):
+        for row in failing_checks(phase):
             items = differing_items(report, phase, str(row["name"]))
-            difference = "; ".join([oracle_text(row), *items[:1]])
+            difference = "; ".join([check_text(row), *items[:1]])
             return f"{verdict_line}; {phase['name']}: {row['name']}: {difference}{suffix}"
     return verdict_line + suffix
 
@@ -113,19 +114,21 @@ def _phase_lines(
 ) -> list[str]:
     notes = phase_notes(phase)
     title = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
+    skipped = skipped_checks_text(phase)
+    title += f" ({skipped})" if skipped else ""
     seconds = "" if phase["ok"] is None else f"{phase['seconds']:.1f} s"
     word = f"{_RESULT_WORDS[phase['ok']]:<7}"
     line = f"  {phase_name(phase):<{width}}  {red(word) if phase['ok'] is False else word} {seconds:>8}  {title}"
     lines = [line.rstrip()]
-    for row in failing_oracles(phase):
+    for row in failing_checks(phase):
         name = str(row["name"])
-        lines.append(f"      {red(name)}: {oracle_text(row)}")
+        lines.append(f"      {red(name)}: {check_text(row)}")
         lines += [f"          {item}" for item in first_items(differing_items(report, phase, name))]
-        cause = oracle_cause(report, phase, name)
+        cause = check_cause(report, phase, name)
         if cause is not None:
             lines.append(f"          diagnosis: {cause}")
     lines += [
-        f"      {row['name']}: {unchecked_text(row)}" for row in unchecked_oracles(phase) if phase["ok"] is not None
+        f"      {row['name']}: {unchecked_text(row)}" for row in checks_without_result(phase) if phase["ok"] is not None
     ]
     lines += [f"      {red('memory')}: {failure}" for failure in memory_failures(phase)]
     lines += [f"      note: {note}" for note in (notes if phase["ok"] is not None else notes[1:])]
@@ -136,8 +139,7 @@ def _kill_lines(report: RobustnessReport, red: Callable[[str], str]) -> list[str
     kills = report.kills or ()
     if not kills:
         return []
-    num_valid = sum(1 for row in kills if row["ok"])
-    lines = [f"killed while saving: {counted(len(kills), 'time')}; {num_valid:,} kept only the last complete step"]
+    lines = [f"killed while saving: {kills_text(kills)}"]
     return lines + [
         f"  {red('FAILED')} {text}" for text in first_items([kill_text(row) for row in kills if not row["ok"]], 20)
     ]

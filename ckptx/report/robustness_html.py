@@ -18,24 +18,27 @@ from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_phrases import (
     cause_text,
+    check_cause,
+    check_text,
     differing_items,
-    failing_oracles,
+    failing_checks,
     first_items,
     is_in_phase,
     kill_text,
+    kills_text,
     measured_noise,
     memory_failures,
     mesh_text,
     noise_text,
-    oracle_cause,
-    oracle_text,
     parse_number,
+    passed_text,
     phase_name,
     phase_notes,
+    skipped_checks_text,
     step_memory_text,
     unchecked_text,
     verdict,
-    widened_oracles,
+    widened_checks,
     widened_text,
 )
 
@@ -43,11 +46,11 @@ _CSS_CLASSES = {True: "ok", False: "bad", None: "skipped"}
 _STYLES = ("report.css", "robustness.css")
 _MAX_ROWS = 400  # differences and kills listed
 _MAX_RUNS = 6  # drawn in addition to the first
-_MAX_ITEMS = 12  # items listed below an oracle
+_MAX_ITEMS = 12  # items listed below a check
 
 
 @dataclass(frozen=True, slots=True)
-class VerdictRow:
+class VerdictLine:
     """A line in the head of the page.
 
     Attributes:
@@ -72,21 +75,21 @@ class RobustnessHeading:
     """
 
     title: str
-    verdicts: Sequence[VerdictRow]
+    verdicts: Sequence[VerdictLine]
     facts: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class OracleRow:
-    """The result of an oracle.
+class CheckResult:
+    """The result of a check.
 
     Attributes:
-        name: Name of the oracle.
+        name: Name of the check.
         result: Result, in words.
-        is_failed: True if the oracle found a difference.
+        is_failed: True if the check found a difference.
         is_widened: True if the recipe widened the tolerance.
         items: First items that differ.
-        cause: Possible causes of the difference; "" if none is known or the oracle passed.
+        cause: Possible causes of the difference; "" if none is known or the check passed.
     """
 
     name: str
@@ -98,15 +101,15 @@ class OracleRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseRow:
+class PhaseResult:
     """The result of a phase.
 
     Attributes:
         css_class: CSS class of the phase: "ok", "bad" or "skipped" (not run).
         name: Number and name of the phase.
         title: Property that the phase tests.
-        time: Duration, or "not run".
-        oracles: Oracles of the phase, failed ones first.
+        time: Duration, with the number of skipped checks if there are any; or "not run".
+        checks: Checks of the phase, failed ones first.
         memory_failures: Memory and threads that the phase did not release.
         notes: Notes for the user.
     """
@@ -115,7 +118,7 @@ class PhaseRow:
     name: str
     title: str
     time: str
-    oracles: Sequence[OracleRow]
+    checks: Sequence[CheckResult]
     memory_failures: Sequence[str]
     notes: Sequence[str]
 
@@ -129,7 +132,8 @@ class LossPlots:
         runs: Runs that are drawn, the uninterrupted one first.
         plot: Plot of losses; None if there are no numbers.
         differences: Differences of the other runs from the first, at common steps.
-        differences_lead: Names of the runs that are bit-identical, as a sentence.
+        differences_lead: Names of the runs that are bit-identical to the first, as a sentence; it also says if all or
+            none are.
         differences_plot: Plot of differences; None if there are no steps.
         band: Noise and tolerance.
         note: Note that runs are omitted; "" if all are drawn.
@@ -163,7 +167,7 @@ class RetainedAmount:
 
 
 @dataclass(frozen=True, slots=True)
-class RetainedMemory:
+class PhaseMemory:
     """Memory and threads retained after a phase.
 
     Attributes:
@@ -178,7 +182,7 @@ class RetainedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class KillRow:
+class KillResult:
     """A process that was killed while saving.
 
     Attributes:
@@ -201,21 +205,21 @@ class PageContent:
         memory: Retained memory by phase; empty if it was not measured.
         step_memory: Memory of one step, in words; "" if it was not measured.
         differences: Rows of the table of the first differences; None in a cell for an unknown value.
-        differences_count: Number of all differences.
-        kills: Processes that were killed.
+        differences_count: Number of all differences, listed or not.
+        kills: The first processes that were killed; empty if none was.
         kills_lead: Number of kills that left a valid checkpoint, as a sentence.
         settings: Recipe file, output folder and overridden recipe keys, with their values.
         environment: Pairs of name and version.
     """
 
     summary: str
-    phases: Sequence[PhaseRow]
+    phases: Sequence[PhaseResult]
     losses: LossPlots | None
-    memory: Sequence[RetainedMemory]
+    memory: Sequence[PhaseMemory]
     step_memory: str
     differences: Sequence[Sequence[str | None]]
     differences_count: int
-    kills: Sequence[KillRow]
+    kills: Sequence[KillResult]
     kills_lead: str
     settings: Sequence[tuple[str, str]]
     environment: Sequence[tuple[str, str]]
@@ -231,22 +235,22 @@ def robustness_page(report: Report, recipe: str) -> str:
     if isinstance(report, RobustnessReport):
         heading, content = _heading(report), _content(report)
     else:
-        error_row = VerdictRow("bad", "ERROR", report.error or "unknown error")
+        error_line = VerdictLine("bad", "ERROR", report.error or "unknown error")
         facts = [("exit", str(report.exit)), ("time", f"{report.seconds:.1f} s")]
-        heading, content = RobustnessHeading(recipe, [error_row], facts), None
+        heading, content = RobustnessHeading(recipe, [error_line], facts), None
     title = f"{heading.title} - robustness"
     return render_page("robustness.html", title, _STYLES, heading=heading, report=content, notes=report.notes)
 
 
 def _heading(report: RobustnessReport) -> RobustnessHeading:
     word, _, text = verdict(report).partition(": ")
-    verdicts = [VerdictRow("ok" if report.ok else "bad", word, text)]
+    verdicts = [VerdictLine("ok" if report.ok else "bad", word, text)]
     cause = cause_text(report)
     if cause is not None:
-        verdicts.append(VerdictRow("bad", "CAUSE", cause.partition(": ")[2]))
+        verdicts.append(VerdictLine("bad", "CAUSE", cause.partition(": ")[2]))
     verdicts += [
-        VerdictRow("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}")
-        for phase, row in widened_oracles(report)
+        VerdictLine("bad", "WIDENED", f"by the recipe: {widened_text(phase, row)}")
+        for phase, row in widened_checks(report)
     ]
     facts = [
         *(("mesh", each) for each in [mesh_text(report)] if each),
@@ -260,22 +264,21 @@ def _heading(report: RobustnessReport) -> RobustnessHeading:
 
 def _content(report: RobustnessReport) -> PageContent:
     kills = report.kills or ()
-    num_valid = sum(1 for row in kills if row["ok"])
     settings = {
         "recipe": report.recipe_file,
         "output": report.output_dir or "temporary, removed",
-        **report.settings,
+        **report.overrides,
     }
     return PageContent(
         summary=_summary(report),
-        phases=[_phase_row(report, phase) for phase in report.phases],
+        phases=[_phase_result(report, phase) for phase in report.phases],
         losses=_loss_plots(report),
         memory=list(_retained_memory(report)),
         step_memory=step_memory_text(report) or "",
         differences=[_difference_cells(report, row) for row in report.differing[:_MAX_ROWS]],
         differences_count=len(report.differing),
-        kills=[KillRow(_CSS_CLASSES[bool(row["ok"])], kill_text(row)) for row in kills[:_MAX_ROWS]],
-        kills_lead=f"{counted(len(kills), 'time')}; {num_valid:,} kept only the last complete step.",
+        kills=[KillResult(_CSS_CLASSES[bool(row["ok"])], kill_text(row)) for row in kills[:_MAX_ROWS]],
+        kills_lead=f"{kills_text(kills)}.",
         settings=[(str(key), str(value)) for key, value in settings.items()],
         environment=[(str(key), str(value)) for key, value in report.environment.items()],
     )
@@ -288,29 +291,29 @@ def _summary(report: RobustnessReport) -> str:
     return ", ".join(part for part in parts if not part.startswith("0 "))
 
 
-def _phase_row(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRow:
+def _phase_result(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseResult:
     rows = phase.get("checks") or ()
-    passed = [row for row in rows if row["ok"] is not False]
-    return PhaseRow(
+    passed, skipped = [row for row in rows if row["ok"] is not False], skipped_checks_text(phase)
+    return PhaseResult(
         css_class=_CSS_CLASSES[phase["ok"]],
         name=phase_name(phase),
         title=str(phase.get("title") or ""),
-        time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s",
-        oracles=[_oracle_row(report, phase, row) for row in (*failing_oracles(phase), *passed)],
+        time="not run" if phase["ok"] is None else f"{phase['seconds']:.1f} s{f', {skipped}' if skipped else ''}",
+        checks=[_check_result(report, phase, row) for row in (*failing_checks(phase), *passed)],
         memory_failures=list(memory_failures(phase)),
         notes=phase_notes(phase),
     )
 
 
-def _oracle_row(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> OracleRow:
+def _check_result(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> CheckResult:
     name, is_widened = str(row["name"]), bool(row.get("is_widened"))
     if row["ok"] is False:
         items = list(first_items(differing_items(report, phase, name), _MAX_ITEMS))
-        return OracleRow(name, oracle_text(row), True, is_widened, items, oracle_cause(report, phase, name) or "")
+        return CheckResult(name, check_text(row), True, is_widened, items, check_cause(report, phase, name) or "")
     if not row["ok"]:
-        return OracleRow(name, unchecked_text(row), False, is_widened)
-    result = f"{row['compared']:,} identical" if row.get("value") is None else oracle_text(row)
-    return OracleRow(name, result, False, is_widened)
+        return CheckResult(name, unchecked_text(row), False, is_widened)
+    result = passed_text(row) if row.get("value") is None else check_text(row)
+    return CheckResult(name, result, False, is_widened)
 
 
 def _loss_plots(report: RobustnessReport) -> LossPlots | None:
@@ -320,7 +323,7 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
     noise = noise_text(report, "loss")
     band = NoiseBand(measured_noise(report, "loss"), _strictest_loss_tolerance(report))
     differences = [curve for run in runs[1:] if (curve := _subtract_run(runs[0], run)).points]
-    num_omitted = len(report.losses) - len(runs)
+    num_omitted = sum(bool(row["steps"]) for row in report.losses[1:]) - len(runs) + 1
     return LossPlots(
         lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
         runs=runs,
@@ -334,16 +337,24 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
 
 
 def _run_curves(report: RobustnessReport) -> list[RunCurve]:
-    first, others = report.losses[:1], sorted(report.losses[1:], key=_drawing_order)
-    rows = [*first, *others[:_MAX_RUNS]]
+    first, others = report.losses[:1], [row for row in report.losses[1:] if row["steps"]]
+    rows = [*first, *sorted(others, key=_drawing_order)[:_MAX_RUNS]]
     return [
         RunCurve(
-            str(row["run"]),
+            _run_label(row, first[0]),
             index,
             [(float(step), parse_number(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)],
         )
         for index, row in enumerate(rows)
     ]
+
+
+def _run_label(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return the name of a run, with its steps if they are not those of the first run: `resumed-2 (steps 4-6)`."""
+    steps = row["steps"]
+    if not steps or steps == first["steps"]:
+        return str(row["run"])
+    return f"{row['run']} (step {steps[0]})" if len(steps) == 1 else f"{row['run']} (steps {steps[0]}-{steps[-1]})"
 
 
 def _drawing_order(row: Mapping[str, Any]) -> int:
@@ -374,7 +385,8 @@ def _differences_lead(runs: Sequence[RunCurve]) -> str:
 def _strictest_loss_tolerance(report: RobustnessReport) -> float | None:
     """Return the strictest tolerance of the loss among the phases that allow any difference.
 
-    A row whose tolerance is the noise itself belongs to the phase that measured the noise, and has no tolerance.
+    A check whose tolerance is the noise itself is that of the phase that measured the noise; it counts only if there is
+    no other. None if there is no tolerance above 0.
     """
     rows = [row for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
     tolerance_rows = [row for row in rows if row.get("noise_factor") != 1.0] or rows
@@ -382,7 +394,7 @@ def _strictest_loss_tolerance(report: RobustnessReport) -> float | None:
     return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
 
 
-def _retained_memory(report: RobustnessReport) -> Iterator[RetainedMemory]:
+def _retained_memory(report: RobustnessReport) -> Iterator[PhaseMemory]:
     rows = [(phase, phase["memory"]) for phase in report.phases if phase.get("memory") and phase["ok"] is not None]
     maxima = {
         key: max(1, *(memory[field] for _, memory in rows for field in (key, f"baseline_{key}")))
@@ -397,7 +409,7 @@ def _retained_memory(report: RobustnessReport) -> Iterator[RetainedMemory]:
         return RetainedAmount(text, exceeds_baseline, 100 * value / maxima[key], 100 * baseline / maxima[key])
 
     for phase, memory in rows:
-        yield RetainedMemory(
+        yield PhaseMemory(
             phase_name(phase), amount(memory, "tensor_bytes", human_bytes), amount(memory, "threads", str)
         )
 

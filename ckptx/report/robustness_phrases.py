@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from ckptx.errors import UsageError
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.report import counted, human_bytes
 
-# Meaning and possible causes of a failing oracle. docs/ci.md explains each.
+# Meaning and possible causes of a failing check. docs/ci.md explains each.
 CAUSES: Mapping[str, str] = {
     "reference files": "a run changed files of the reference run; use a separate output folder for each run",
-    "readable": "a published checkpoint cannot be opened: truncated, or published before it was complete",
+    "readable": "a finished checkpoint cannot be read: damaged, truncated, or moved into place before it was complete",
     "sharded": "parameters are not sharded as the recipe expects; the trainer may have run unsharded without an error",
     "finite": "the state or a loss contains NaN or infinity; saved checkpoints may already contain it",
     "names": "tensors are missing, unexpected, or named after a wrapper; or a head is tied on one side only",
@@ -43,9 +45,16 @@ _UNCHECKED_REASONS: Mapping[str, str] = {
     "finite": "no floating-point state",
     "memory": "not measured on any rank",
 }
+# Name of an exact check -> what it counts, and its result if it passed; other checks find identical items.
+_PASSED_TEXTS = {
+    "reference files": ("file", "unchanged"),
+    "readable": ("checkpoint", "readable"),
+    "finite": ("item", "finite"),
+    "memory": ("measurement", "within the baseline"),
+}
 _SETTING_NAMES = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 
-MAX_ITEMS = 4  # items of an oracle that are listed in a summary
+MAX_ITEMS = 4  # items of a check that are listed in a summary
 
 
 def number_text(value: float | str | None) -> str:
@@ -75,23 +84,29 @@ def phase_notes(phase: Mapping[str, Any]) -> list[str]:
     return [notes] if isinstance(notes, str) else [str(note) for note in notes]
 
 
-def failing_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows of oracles that failed."""
+def failing_checks(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entries of `checks` that failed."""
     return [row for row in phase.get("checks") or () if row["ok"] is False]
 
 
-def unchecked_oracles(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows of oracles that had nothing to compare."""
+def checks_without_result(phase: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entries of `checks` that had nothing to compare."""
     return [row for row in phase.get("checks") or () if row["ok"] is None]
 
 
 def unchecked_text(row: Mapping[str, Any]) -> str:
-    """Return the reason why an oracle had no result: `not checked: no loss`."""
-    return f"not checked: {_UNCHECKED_REASONS.get(str(row['name']), 'nothing to compare')}"
+    """Return the reason why a check had no result: `skipped: no loss`."""
+    return f"skipped: {_UNCHECKED_REASONS.get(str(row['name']), 'nothing to compare')}"
 
 
-def widened_oracles(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of the phase and the row of each oracle whose tolerance the recipe widened."""
+def skipped_checks_text(phase: Mapping[str, Any]) -> str:
+    """Return the number of checks that a completed phase skipped: `1 check skipped`; empty for none."""
+    num_skipped = len(checks_without_result(phase)) if phase["ok"] is not None else 0
+    return f"{counted(num_skipped, 'check')} skipped" if num_skipped else ""
+
+
+def widened_checks(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of the phase and the entry of each check whose tolerance the recipe widened."""
     for phase in report.phases:
         for row in phase.get("checks") or ():
             if row.get("is_widened"):
@@ -103,58 +118,73 @@ def widened_text(phase: str, row: Mapping[str, Any]) -> str:
     return f"{phase}: {row['name']} tolerance {number_text(row['tolerance'])} ({row['noise_factor']:g} x noise)"
 
 
-def oracle_text(row: Mapping[str, Any]) -> str:
-    """Return the result of an oracle, without its items: `2 of 185 items differ`, or the difference and its tolerance.
+def passed_text(row: Mapping[str, Any]) -> str:
+    """Return the result of an exact check that passed: `312 items identical`, `1,956 items finite`."""
+    if row["name"] == "sharded":
+        return "as the recipe requires"
+    noun, result = _PASSED_TEXTS.get(str(row["name"]), ("item", "identical"))
+    return f"{counted(row['compared'], noun)} {result}"
+
+
+def check_text(row: Mapping[str, Any]) -> str:
+    """Return the result of a check, without its items: `2 of 185 items differ`, or the difference and its tolerance.
 
     Example:
-        difference 0.0003, tolerance 3.82e-06 (8 x noise 4.77e-07); difference 0.0003, tolerance 0 (equal bits required)
+        difference 0.0003, tolerance 3.82e-06 (8 x noise 4.77e-07)
+        difference 0.0003, tolerance 0 (bit-identity required)
     """
     parts = []
-    if row.get("count"):
-        differ = "differs" if row["count"] == 1 else "differ"
-        parts.append(f"{row['count']:,} of {counted(row['compared'], 'item')} {differ}")
+    if row.get("differing_count"):
+        differ = "differs" if row["differing_count"] == 1 else "differ"
+        parts.append(f"{row['differing_count']:,} of {counted(row['compared'], 'item')} {differ}")
     elif row.get("value") is None:
-        parts.append(f"{counted(row['compared'], 'item')} {'identical' if row['ok'] else 'compared'}")
+        parts.append(passed_text(row) if row["ok"] else f"{counted(row['compared'], 'item')} compared")
     if row.get("value") is not None:
         noise_factor = row.get("noise_factor")
-        rule = f"{noise_factor:g} x noise{_noise_text(row)}" if noise_factor is not None else "equal bits required"
+        rule = f"{noise_factor:g} x noise{_noise_text(row)}" if noise_factor is not None else "bit-identity required"
         parts.append(f"difference {number_text(row['value'])}, tolerance {number_text(row['tolerance'])} ({rule})")
     return "; ".join(parts)
 
 
 def _noise_text(row: Mapping[str, Any]) -> str:
-    """Return the noise that the tolerance of a row is a multiple of; empty for a report without it."""
+    """Return the noise of which the tolerance of a check is a multiple; empty for a report without it."""
     return "" if row.get("noise") is None else f" {number_text(row['noise'])}"
 
 
-def differing_items(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> list[str]:
-    """Return items of an oracle that differ, with ranks and values: `a on rank 1: expected x, got y`."""
+def differing_items(report: RobustnessReport, phase: Mapping[str, Any], check: str) -> list[str]:
+    """Return items of a check that differ, with ranks and values: `a on rank 1: expected x, got y`.
+
+    If `differing` of the report has none of them, their names alone, from the entry of the check.
+    """
     rows_by_item: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
-        if is_in_phase(row, phase) and row.get("check") == oracle:
+        if is_in_phase(row, phase) and row.get("check") == check:
             # ranks of one item are listed together; faults of one kill have no rank and differ in their value
             value = row.get("actual") if row.get("rank") is None else None
             rows_by_item.setdefault((str(row["item"]), value), []).append(row)
     if not rows_by_item:
-        (names,) = (row.get("differing") or () for row in phase["checks"] if row["name"] == oracle)
+        (names,) = (row.get("differing") or () for row in phase["checks"] if row["name"] == check)
         return [str(name) for name in names]
     return [f"{item}{_ranks_text(rows)}{_values_text(rows[0])}" for (item, _), rows in rows_by_item.items()]
 
 
-def oracle_cause(report: RobustnessReport, phase: Mapping[str, Any], oracle: str) -> str | None:
-    """Return the meaning of a failing oracle; for param groups, with only the settings that differ."""
-    if oracle != "param groups":
-        return CAUSES.get(oracle)
-    items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("check") == oracle]
+def check_cause(report: RobustnessReport, phase: Mapping[str, Any], check: str) -> str | None:
+    """Return the meaning and possible causes of a failing check; None if they are unknown.
+
+    For param groups, it names the settings that differ.
+    """
+    if check != "param groups":
+        return CAUSES.get(check)
+    items = [str(row["item"]) for row in report.differing if is_in_phase(row, phase) and row.get("check") == check]
     keys = list(dict.fromkeys(item.rpartition(".")[2] for item in items))
     if not keys:
-        return CAUSES[oracle]
+        return CAUSES[check]
     names = ", ".join(first_items([_SETTING_NAMES.get(key, key) for key in keys]))
     return f"{names} in the optimizer's param groups: different; possible cause: not restored"
 
 
 def is_in_phase(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
-    """Return True if a row of `differing` belongs to a phase, which it gives by number or name."""
+    """Return True if an entry of `differing` belongs to a phase, which it gives by number or name."""
     return row.get("phase") in (phase["name"], phase.get("number", phase["name"]))
 
 
@@ -209,7 +239,7 @@ def noise_text(report: RobustnessReport, quantity: str) -> str | None:
 
 
 def measured_noise(report: RobustnessReport, quantity: str) -> float | None:
-    """Return the larger of both measurements of noise, NaN if one is NaN; None if it was not measured."""
+    """Return the larger of both measurements of noise, NaN if one is not finite; None if it was not measured."""
     row = report.noise.get(quantity) or {}
     values = [parse_number(row[key]) for key in ("repeated", "perturbed") if row.get(key) is not None]
     if not values:
@@ -218,10 +248,13 @@ def measured_noise(report: RobustnessReport, quantity: str) -> float | None:
 
 
 def memory_failures(phase: Mapping[str, Any]) -> list[str]:
-    """Return memory and threads above the baseline after a failed phase, if no oracle reports them."""
+    """Return a phrase each for memory and threads above the baseline after a failed phase.
+
+    Empty if there are none, or if the check `memory` reports them.
+    """
     memory = phase.get("memory")
-    has_memory_oracle = any(row["name"] == "memory" for row in phase.get("checks") or ())
-    if phase["ok"] is not False or not memory or has_memory_oracle:
+    has_memory_check = any(row["name"] == "memory" for row in phase.get("checks") or ())
+    if phase["ok"] is not False or not memory or has_memory_check:
         return []
     failures = []
     if memory["tensor_bytes"] > memory["baseline_tensor_bytes"]:
@@ -235,11 +268,32 @@ def memory_failures(phase: Mapping[str, Any]) -> list[str]:
     return failures
 
 
+def kills_text(kills: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of kills, and after how many of them the directory of steps was as it should be."""
+    num_valid = sum(1 for row in kills if row["ok"])
+    cases = "each time" if num_valid == len(kills) else f"after {num_valid:,} of them"
+    return f"{counted(len(kills), 'time')}; the last complete step was the latest that could be loaded {cases}"
+
+
 def kill_text(row: Mapping[str, Any]) -> str:
-    """Return operation, kind of save and ranks of a kill, and the latest step that could be loaded after it."""
+    """Return ranks, operation and kind of save of a kill, and the latest step that could be loaded after it."""
+    step = row.get("latest_step")
+    latest = "no step can be loaded" if step is None else f"step {step} is the latest that can be loaded"
+    expected = ", as expected" if row.get("ok") else ""
+    return f"{kill_place_text(row)}: {latest}{expected}"
+
+
+def kill_place_text(row: Mapping[str, Any]) -> str:
+    """Return ranks, operation and kind of save of a kill: `rank 0 killed at fsync 2 (synchronous save)`."""
     save_kind = "asynchronous" if row.get("is_async") else "synchronous"
-    latest = "no step" if row.get("latest_step") is None else f"latest step {row['latest_step']}"
-    return f"at {row.get('operation')}, {save_kind} save, {_killed_ranks(row.get('ranks'))}: {latest}"
+    operation = _operation_text(str(row.get("operation")))
+    return f"{_killed_ranks(row.get('ranks'))} killed at {operation} ({save_kind} save)"
+
+
+def _operation_text(operation: str) -> str:
+    """Return a file operation in words: `write 250 of __0_0.distcp` for "write __0_0.distcp #250"."""
+    match = re.fullmatch(r"(\S+) (.+) #(\d+)", operation)
+    return operation if match is None else f"{match[1]} {match[3]} of {match[2]}"
 
 
 def _killed_ranks(ranks: Any) -> str:
@@ -249,48 +303,53 @@ def _killed_ranks(ranks: Any) -> str:
 
 
 def verdict(report: RobustnessReport) -> str:
-    """Return the verdict: `PASSED: ...`, or `FAILED: ...` with the phases and oracles that failed."""
+    """Return the verdict: `PASSED: ...`, or `FAILED: ...` with the phases and checks that failed.
+
+    It is `NOT DETECTED: ...` if a fault was injected and no check failed.
+    """
     failed = [phase for phase in report.phases if phase["ok"] is False]
     completed = [phase for phase in report.phases if phase["ok"] is not None]
     fault = f"; injected fault: {report.injected_fault}" if report.injected_fault else ""
-    if report.ok and not failed:
+    is_undetected = bool(report.injected_fault) and report.exit == UsageError.exit_code
+    if not failed and (report.ok or is_undetected):
         skipped = len(report.phases) - len(completed)
         skipped_text = f", {skipped} not run" if skipped else ""
-        return f"PASSED: {report.recipe}, {counted(len(completed), 'phase')}{skipped_text}{fault}"
-    names = [f"{phase['name']}{_oracles_text(phase)}" for phase in failed]
+        word = "NOT DETECTED" if is_undetected else "PASSED"
+        return f"{word}: {report.recipe}, {counted(len(completed), 'phase')}{skipped_text}{fault}"
+    names = [f"{phase['name']}{_checks_text(phase)}" for phase in failed]
     return f"FAILED: {report.recipe}: {'; '.join(names) or 'see the notes'}{fault}"
 
 
-def _oracles_text(phase: Mapping[str, Any]) -> str:
-    names = [str(row["name"]) for row in failing_oracles(phase)]
+def _checks_text(phase: Mapping[str, Any]) -> str:
+    names = [str(row["name"]) for row in failing_checks(phase)]
     names += ["memory"] if memory_failures(phase) else []
     return f" ({', '.join(names)})" if names else ""
 
 
-def first_cause(report: RobustnessReport) -> dict[str, Any] | None:
+def find_first_failure(report: RobustnessReport) -> dict[str, Any] | None:
     """Return the first failure of a run: `phase`, `check` (None if the phase has none) and `cause` in words.
 
     Later failures are usually consequences of the first one, as training steps spread it. None if no phase failed.
     """
     for phase in report.phases:
         if phase["ok"] is False:
-            failed = [str(row["name"]) for row in failing_oracles(phase)]
+            failed = [str(row["name"]) for row in failing_checks(phase)]
             failed += ["memory"] if memory_failures(phase) else []
-            oracle = failed[0] if failed else None
+            check = failed[0] if failed else None
             cause = (
                 phase.get("cause")
-                or (oracle_cause(report, phase, oracle) if oracle else None)
+                or (check_cause(report, phase, check) if check else None)
                 or next(iter(phase_notes(phase)), "")
                 or "unknown"
             )
-            return {"phase": str(phase["name"]), "check": oracle, "cause": str(cause)}
+            return {"phase": str(phase["name"]), "check": check, "cause": str(cause)}
     return None
 
 
 def cause_text(report: RobustnessReport) -> str | None:
     """Return the first failure in one line: `cause: resume, check rng: ...`; None if no phase failed."""
-    cause = first_cause(report)
+    cause = find_first_failure(report)
     if cause is None:
         return None
-    oracle = f", check {cause['check']}" if cause["check"] else ""
-    return f"cause: {cause['phase']}{oracle}: {cause['cause']}"
+    check = f", check {cause['check']}" if cause["check"] else ""
+    return f"cause: {cause['phase']}{check}: {cause['cause']}"

@@ -12,9 +12,11 @@ from ckptx.report.number_formats import (
     peak_memory_text,
     speed_text,
     stored_text,
+    uncompared_text,
     written_text,
 )
 from ckptx.report.report import Report, counted, human_bytes
+from ckptx.wording import first_of
 
 if TYPE_CHECKING:  # a command imports only the report that it returns
     from ckptx.report.documents.comparison import DiffReport, VerifyReport
@@ -30,7 +32,8 @@ _TIE_RESULTS = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
 }
-_CLASS_SOURCES = {"table": "built-in table", "suffix table": "built-in list of name suffixes"}
+# Source of the facts about the model class -> how the summary describes the class.
+_CLASS_SOURCES = {"table": "known class", "meta model": "known from its code", "suffix table": "unknown class"}
 
 
 def conversion_text(report: ConversionReport) -> str:
@@ -40,23 +43,38 @@ def conversion_text(report: ConversionReport) -> str:
         files = report.files or ()
         copies = ", tied tensors once per copy" if report.ledger["target"]["copies"] else ""
         lines[0] += f"; would read {human_bytes(report.bytes_read)}{copies}"
-        lines[0] += f"; buffers up to {human_bytes(report.buffer_bytes or 0)}"
+        lines[0] += f"; buffer limit {human_bytes(report.buffer_bytes or 0)} (--max-memory)"
         lines += [
             f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
             for row in _first_rows(files)
         ]
         if len(files) > _MAX_ROWS:
             lines.append(f"  and {counted(len(files) - _MAX_ROWS, 'more file')}, --json lists all")
+        if report.exit:
+            free = human_bytes(report.free_space or 0)
+            lines.append(f"NOT ENOUGH SPACE: {human_bytes(report.output_bytes)} required, {free} free")
     if report.architecture:
         known_from = report.architecture["known_from"]
-        lines.append(
-            f"architecture: {report.architecture['class']} (from the {_CLASS_SOURCES.get(known_from, known_from)})"
-        )
+        class_source = _CLASS_SOURCES.get(known_from, known_from)
+        lines.append(f"architecture: {report.architecture['class']} ({class_source})")
     if report.config_check and report.config_check["note"]:
         lines.append(f"config.json: {report.config_check['note']}")
+    if report.names:
+        lines.append(_names_line(report.names))
     if report.prefix or report.output_prefix:
         lines.append(_prefix_line(report))
     lines.append(f"dtypes: {_dtypes_text(report)}")
+    if report.dequantized:
+        lines += [f"dequantized: {_scheme_text(row)}" for row in report.dequantized["schemes"]]
+    if report.quantized:
+        lines += [f"quantized: {_scheme_text(row)}" for row in report.quantized["schemes"]]
+        unchanged, encoded = report.quantized["unchanged"], report.quantized["encoded"]
+        if unchanged or encoded:
+            more = f" ({first_of(encoded)})" if encoded else ""
+            lines.append(
+                f"quantized: {unchanged:,} unchanged and copied from the base, "
+                f"{len(encoded):,} changed and quantized{more}"
+            )
     if report.layout is not None:
         lines += _layout_lines(report, report.layout)
     ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in (*_TIE_RESULTS, "single")])
@@ -68,10 +86,24 @@ def conversion_text(report: ConversionReport) -> str:
     lines += [f"config.json: {row['key']}: {_edit_text(row)}" for row in report.config_edits]
     names = report.dtype_unchanged
     if names:
-        lines.append(f"dtype kept: {counted(len(names), 'tensor')} ({names[0]}{', ...' if len(names) > 1 else ''})")
+        lines.append(
+            f"not cast by --dtype: {counted(len(names), 'tensor')} ({names[0]}{', ...' if len(names) > 1 else ''})"
+        )
     lines.append(_source_line(report))
     lines.append(cost_text(report))
     return "\n".join(lines)
+
+
+def _scheme_text(row: Mapping[str, Any]) -> str:
+    """Return the scheme of quantized tensors: `45 tensors (fp8, blocks of 128 x 128, F32 scales), 1.20 GiB`."""
+    return f"{counted(row['tensors'], 'tensor')} ({row['scheme']}), {human_bytes(row['bytes'])}"
+
+
+def _names_line(names: Mapping[str, Any]) -> str:
+    """Return the naming schemes: `names: torchtitan -> hf, rows permuted within heads: q_proj (32 heads), ...`."""
+    modules = [f"{row['name'].split('.')[-2]} ({counted(row['heads'], 'head')})" for row in names["permuted"]]
+    permuted = f", rows permuted within heads: {', '.join(modules)}" if modules else ""
+    return f"names: {names['before']} -> {names['after']}{permuted}"
 
 
 def _prefix_line(report: ConversionReport) -> str:
@@ -87,7 +119,7 @@ def _tie_line(row: Mapping[str, Any]) -> str:
     The names are those of the output, and those of the source if the output lacks one of them.
     """
     evidence, stored_names = f"(source: {row['evidence']})", [name for name in row["output_names"] if name is not None]
-    target, source = stored_names if len(stored_names) == 2 else (row["target"], row["source"])
+    target, source = stored_names if len(stored_names) == 2 else (row["name"], row["tied_to"])
     if row["action"] == "single":
         stored = f"stored as {stored_names[0]}" if stored_names else "stored under one name"
         return f"tied: {target} = {source}, {stored} {evidence}"
@@ -118,8 +150,10 @@ def _source_line(report: ConversionReport) -> str:
     parts = [f"{ledger['written']:,} written"]
     if stored != ledger["written"]:
         parts[0] += f" as {counted(stored, 'tensor')}"
-    if ledger["aliases"]:
-        parts.append(f"{ledger['aliases']:,} tied to {'a written one' if ledger['aliases'] == 1 else 'written ones'}")
+    if ledger["tied"]:
+        parts.append(f"{ledger['tied']:,} tied to {'a written one' if ledger['tied'] == 1 else 'written ones'}")
+    if ledger["merged"]:
+        parts.append(f"{ledger['merged']:,} merged into dequantized weights")
     if ledger["dropped"]:
         parts.append(f"{ledger['dropped']:,} dropped")
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"
@@ -139,7 +173,7 @@ def _dropped_lines(report: ConversionReport) -> list[str]:
 
 
 def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]:
-    """Return the mesh, the layers of each stage, and the number of tensors sharded by each rule."""
+    """Return the mesh, the layers of each stage, and the number of tensors sharded or replicated by each TP rule."""
     rules = report.rules or ()
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
@@ -157,11 +191,16 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
     for (rule, is_sharded), count in counts.items():
         if rule == "default":
-            lines.append(f"  {counted(count, 'tensor')} replicated (no TP rule)")
+            lines.append(f"  TP: {counted(count, 'tensor')} replicated (no rule)")
         else:
             placement = "sharded" if is_sharded else "replicated"
-            lines.append(f"  {counted(count, 'tensor')} {placement} by {_RULE_NAMES.get(rule, rule)}")
+            lines.append(f"  TP: {counted(count, 'tensor')} {placement} by {_rule_text(rule)}")
     return lines
+
+
+def _rule_text(rule: str) -> str:
+    """Return the origin of a TP rule in words: `the model's plan (transformers 5.23.0)`."""
+    return f"the model's {rule[6:]}" if rule.startswith("model plan") else _RULE_NAMES.get(rule, rule)
 
 
 def inspect_text(report: InspectionReport) -> str:
@@ -174,6 +213,8 @@ def inspect_text(report: InspectionReport) -> str:
         f"  parameters    {report.parameters:,}",
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
+    if report.config_check and report.config_check["checked"] == "nothing":
+        lines.append("  not checked   names, layers and shapes, which are unknown for this class and config")
     if report.prefix:
         lines.append(f'  prefix        "{report.prefix}"')
     optimizer = report.optimizer
@@ -194,6 +235,11 @@ def inspect_text(report: InspectionReport) -> str:
         lines.append(
             f"  unknown       {counted(len(report.unknown_tensors), 'tensor')}: {_first_names(report.unknown_tensors)}"
         )
+    if report.quantization:
+        plain = report.quantization["not_quantized"]
+        lines += [f"  quantized     {_scheme_text(row)}" for row in report.quantization["schemes"]]
+        lines.append(f"  not quantized {counted(plain['tensors'], 'tensor')}, {human_bytes(plain['bytes'])}")
+        lines.append(f"  dequantized   {human_bytes(report.quantization['dequantized_bytes'])} in BF16")
     if report.other_files:
         lines.append(f"  other files   {_first_names(report.other_files, 12)}")
     if report.selected_tensors is not None:
@@ -229,11 +275,12 @@ def diff_text(report: DiffReport) -> str:
     lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied_tensors]
     lines += _difference_lines(report.differing, ("A", "B"))
     if report.exit:
-        only_in_one = sum(row["what"] == "missing" for row in report.differing)
-        lines.append(_different_text(report.differing, report.compared + only_in_one))
+        lines.append(_different_text(report))
     else:
         verb = "has" if report.compared == 1 else "have"
-        lines.append(f"equal: {counted(report.compared, 'common name')} {verb} equal shapes and dtypes")
+        lines.append(
+            f"equal: {counted(report.compared, 'tensor')} {verb} equal shapes and dtypes{_uncompared_clause(report)}"
+        )
     return "\n".join(lines)
 
 
@@ -243,10 +290,15 @@ def verify_text(report: VerifyReport) -> str:
     lines = _difference_lines(rows, ("the reference", "the checkpoint"))
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
-        lines.append(f"equal: {compared} compared bit for bit, {bytes_read_text(report)} from both checkpoints")
+        lines.append(
+            f"equal: {compared} compared bit for bit, {bytes_read_text(report)} from both checkpoints"
+            f"{_uncompared_clause(report)}"
+        )
     elif rows:
-        not_compared = sum(row["what"] != "content" for row in rows)
-        lines.append(_different_text(rows, report.compared + not_compared))
+        lines.append(_different_text(report))
+    elif report.compared:
+        verb = "is" if report.compared == 1 else "are"
+        lines.append(f"INCOMPLETE: {uncompared_text(report.not_compared)} not compared; {compared} {verb} equal")
     else:
         lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
     lines.append(cost_text(report))
@@ -260,14 +312,17 @@ def verify_verdict(report: VerifyReport) -> str:
     return verdict if first is verdict else f"{verdict}; {first}"
 
 
-def _different_text(rows: Sequence[dict[str, Any]], tensors: int) -> str:
-    """Return the verdict of a comparison that found differences.
+def _different_text(report: DiffReport | VerifyReport) -> str:
+    """Return the verdict of a comparison that found differences."""
+    differ = "differs" if report.total == 1 else "differ"
+    differing = f"{len(report.differing):,} of {counted(report.total, 'tensor')}"
+    return f"DIFFERENT: {differing} {differ}{_uncompared_clause(report)}"
 
-    Args:
-        rows: Entries for the differences, one per tensor.
-        tensors: Number of tensors that were to be compared.
-    """
-    return f"DIFFERENT: {len(rows):,} of {counted(tensors, 'tensor')} {'differs' if tensors == 1 else 'differ'}"
+
+def _uncompared_clause(report: DiffReport | VerifyReport) -> str:
+    """Return what was not compared, to append to a verdict: `; 117 optimizer tensors not compared`."""
+    text = uncompared_text(report.not_compared)
+    return f"; {text} not compared" if text else ""
 
 
 def _difference_lines(rows: Sequence[dict[str, Any]], sides: tuple[str, str]) -> list[str]:
@@ -281,14 +336,14 @@ def _difference_lines(rows: Sequence[dict[str, Any]], sides: tuple[str, str]) ->
     for row in rows[:_MAX_ROWS]:
         if row["what"] == "content":
             lines.append(
-                f"{row['name']}: content, first at {row['index']}: 0x{row['a']} in {sides[0]}, 0x{row['b']} in "
-                f"{sides[1]}; {row['differing_elements']}"
+                f"{row['name']}: content, first difference at {row['index']}: 0x{row['a']} in {sides[0]}, "
+                f"0x{row['b']} in {sides[1]}; {row['differing_elements']}"
             )
         else:
             values = (f"{value or 'absent'} in {side}" for value, side in zip((row["a"], row["b"]), sides, strict=True))
             lines.append(f"{row['name']}: {row['what']}: {', '.join(values)}")
     if len(rows) > _MAX_ROWS:
-        lines.append(f"and {len(rows) - _MAX_ROWS} more, --json lists all")
+        lines.append(f"and {len(rows) - _MAX_ROWS} more; --json lists all")
     return lines
 
 
@@ -304,7 +359,7 @@ def _dtypes_text(report: Report) -> str:
 
 
 def _counts_text(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+    return ", ".join(f"{name} ({counted(count, 'tensor')})" for name, count in counts.items())
 
 
 def _tensors_text(tensors: int) -> str:

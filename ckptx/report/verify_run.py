@@ -12,6 +12,7 @@ from ckptx.report.text import cost_text
 
 # Levels of the comparison; a difference at one level causes differences at later ones.
 _LEVELS = ("config", "bytes", "forward", "gradients")
+_LEVEL_TEXTS = {"bytes": "tensor bytes", "forward": "logits/loss"}  # other levels are printed as they are
 _MAX_LINES_PER_LEVEL = 8
 _SHOWN_AXES = ("tp", "dp_shard")  # dims of the mesh that are shown even if they are 1
 
@@ -22,7 +23,8 @@ def run_text(report: RunReport) -> str:
     first = report.first_divergence
     if first is not None:
         lines.append(
-            f"first module that differs: {first['module']}, max abs difference {_number_text(first['max_abs'])}"
+            f"first module with a different output: {first['module']}, max abs difference "
+            f"{_number_text(first['max_abs'])}"
         )
     layout = report.layout
     dims = [f"{name} {size}" for name, size in layout.items() if name in _SHOWN_AXES or size > 1]
@@ -99,17 +101,38 @@ def run_verdict(report: RunReport) -> str:
 
 
 def _verdict_text(report: RunReport) -> str:
-    """Return the verdict: the levels that differ or are equal, and those that are inconclusive."""
+    """Return the verdict: the levels that differ, or those that are equal or within tolerance; then inconclusive ones.
+
+    Example:
+        equal: config, tensor bytes; within tolerance: logits/loss, gradients
+    """
     levels = _LEVELS if report.gradients is not None else _LEVELS[:-1]
     different = {row["level"] for row in report.differing}
     inconclusive = {row["level"] for row in report.inconclusive} - different
     if different:
-        parts = [f"DIFFERENT: {', '.join(level for level in levels if level in different)}"]
+        groups = {"DIFFERENT": different}
     else:
-        parts = [f"equal: {', '.join(level for level in levels if level not in inconclusive)}"]
-    if inconclusive:
-        parts.append(f"INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive)}")
-    return "; ".join(parts)
+        with_tolerance = _levels_with_tolerance(report)
+        groups = {"equal": {*levels} - with_tolerance - inconclusive, "within tolerance": with_tolerance - inconclusive}
+    groups["INCONCLUSIVE"] = inconclusive
+    texts = (
+        (title, [_level_text(level) for level in levels if level in selected]) for title, selected in groups.items()
+    )
+    return "; ".join(f"{title}: {', '.join(names)}" for title, names in texts if names)
+
+
+def _levels_with_tolerance(report: RunReport) -> set[str]:
+    """Return the levels that are compared with a tolerance; on one rank all results have to be bit-identical."""
+    tolerances = {
+        "forward": [report.max_abs_tolerance, report.loss_tolerance],
+        "gradients": [row["tolerance"] for row in report.gradient_differences],
+    }
+    return {level for level, values in tolerances.items() if any(map(float, values))}
+
+
+def _level_text(level: str) -> str:
+    """Return the printed name of a level of the report."""
+    return _LEVEL_TEXTS.get(level, level)
 
 
 def _inconclusive_lines(report: RunReport) -> list[str]:
@@ -142,10 +165,11 @@ def _difference_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for name, tensor_rows in list(by_name.items())[:_MAX_LINES_PER_LEVEL]:
             model_name = f" ({tensor_rows[0]['model_name']} in the model)" if "model_name" in tensor_rows[0] else ""
             ranks_text = "" if level == "config" else f" ({_ranks_text(tensor_rows)})"
-            lines.append(f"{level}: {name}{model_name}: {_difference_text(level, tensor_rows)}{ranks_text}")
+            label = "" if level == "forward" else f"{_level_text(level)}: "  # the names are logits and loss
+            lines.append(f"{label}{name}{model_name}: {_difference_text(level, tensor_rows)}{ranks_text}")
         if len(by_name) > _MAX_LINES_PER_LEVEL:
-            more = counted(len(by_name) - _MAX_LINES_PER_LEVEL, "key" if level == "config" else "tensor")
-            lines.append(f"{level}: and {more} more, --json lists all")
+            more = counted(len(by_name) - _MAX_LINES_PER_LEVEL, "more key" if level == "config" else "more tensor")
+            lines.append(f"{_level_text(level)}: {more}; --json lists all")
     return lines
 
 

@@ -30,7 +30,7 @@ def converted(**fields: Any) -> ConversionReport:
         "command": "convert hf2dcp", "tensors": 1, "bytes_written": 2 << 20, "output_bytes": 2 << 20,
         "parameters": 1, "architecture": None,
         "dtypes": {"before": {"F32": 1}, "after": {"BF16": 1}},
-        "ledger": {"source": 1, "written": 1, "aliases": 0, "dropped": 0, "target": target},
+        "ledger": {"source": 1, "written": 1, "tied": 0, "merged": 0, "dropped": 0, "target": target},
     }  # fmt: skip
     return ConversionReport(**{**made, **fields})
 
@@ -38,7 +38,8 @@ def converted(**fields: Any) -> ConversionReport:
 def oracle(name: str, differing: Sequence[str] = (), *, compared: int = 185, **more: Any) -> dict[str, Any]:
     """A row of an oracle, as `Verdict.row` makes it."""
     made = {
-        "name": name, "ok": not differing, "compared": compared, "count": len(differing), "differing": list(differing),
+        "name": name, "ok": not differing, "compared": compared, "differing_count": len(differing),
+        "differing": list(differing),
         "value": None, "tolerance": None, "noise_factor": None, "noise": None, "is_widened": False,
     }  # fmt: skip
     return {**made, **more}
@@ -98,7 +99,7 @@ def broken(**fields: Any) -> RobustnessReport:
             {"operation": "rename 1", "ranks": [0, 1], "is_async": False, "latest_step": 3, "ok": True},
             {"operation": "fsync 2", "ranks": [1], "is_async": True, "latest_step": None, "ok": False},
         ],
-        "settings": {"checks.loss_noise_factor": "100"},
+        "overrides": {"checks.loss_noise_factor": "100"},
         "injected_fault": "stale_rng",
     }  # fmt: skip
     return robust(**{**made, **fields})
@@ -107,8 +108,8 @@ def broken(**fields: Any) -> RobustnessReport:
 def largest(nbytes: int, module: str = "", **more: Any) -> dict[str, Any]:
     """A tensor, as `forecast` tells of it."""
     made = {
-        "bytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "phase": "backward",
-        "microbatch": 1, "is_recomputed": False, "shape": [2, 3], "dtype": "float32",
+        "bytes": nbytes, "kind": "temporaries", "op": "aten::exp", "module": module, "parameter": None,
+        "phase": "backward", "microbatch": 1, "is_recomputed": False, "shape": [2, 3], "dtype": "float32",
     }  # fmt: skip
     return {**made, **more}
 
@@ -189,6 +190,6 @@ def searched(**fields: Any) -> SearchReport:
         "unsupported_layouts": [
             {"layout": {"tp": 8, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "reason": "tp 8 of 4 heads"},
         ],
-        "evaluated_steps": 9, "assumptions": ["bytes of tensors"],
+        "other_precision": None, "evaluated_steps": 9, "assumptions": ["bytes of tensors"],
     }  # fmt: skip
     return SearchReport(**{**made, **fields})

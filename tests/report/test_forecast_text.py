@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ckptx.report.forecast import forecast_text, forecast_verdict
-from ckptx.report.forecast_phrases import batch_text, human_count, mesh_text, peak_time_text, settings_text
+from ckptx.report.forecast_phrases import batch_text, human_count, mesh_text, origin_text, peak_time_text, settings_text
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import COURSE, forecasted, largest, stage, too_large
 from tests.report.test_html import EVIL
@@ -70,7 +70,7 @@ def block(name: str, times: int) -> list[str]:
         "  largest tensors at the peak",
         "       2.00 MiB  temporaries  float32 [2, 3] from aten::exp, in lm_head",
         "       1.00 MiB  temporaries  float32 [2, 3] from aten::exp, outside modules",
-        "  4 TFLOPs, 25.0% recomputed; sends all-gather 1.00 MiB",
+        "  4 TFLOPs, 25.0% recomputed; sent per step: 1.00 MiB in all-gather",
     ]  # fmt: skip
 
 
@@ -196,6 +196,18 @@ def test_no_name_starts_a_line_or_moves_the_cursor(text: str) -> None:
 def test_documents_are_as_the_schema_says(made: Any) -> None:
     validator = Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert [error.message for error in validator.iter_errors(json.loads(made.to_json()))] == []
+
+
+def test_a_tensor_names_its_parameter_or_else_its_origin() -> None:
+    assert origin_text(largest(1, "loss")) == "from aten::exp, in the loss"
+    assert origin_text(largest(1, parameter="lm_head.weight")) == "of lm_head.weight"
+
+
+def test_gradients_have_a_row_if_there_are_none_at_the_peak() -> None:
+    course = [["forward", 0, "", 4, 0, 0, 8, 9, 0, 0], ["backward", 0, "", 4, 0, 4, 8, 0, 0, 0]]
+    lines = forecast_text(alone(by_pipeline_rank=[stage(0, course)])).splitlines()
+    assert [line.split() for line in lines if line.startswith("  gradients")] == [["gradients", "0", "B", "4", "B"]]
+    assert not any(line.startswith("  gathered") for line in lines)
 
 
 def test_equal_rows_of_the_largest_tensors_are_one() -> None:

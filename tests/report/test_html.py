@@ -18,7 +18,7 @@ from ckptx.catalog.entry import Block, ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.layout.parallel_dims import ParallelDims
-from ckptx.layout.placement import Placement, shard_tensor
+from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.model_view.rank_layout import Layout, Shard, Sharding, layout_by_rank, recorded_mesh
 from ckptx.report.html import layout_page
 from ckptx.report.html_data import drawn_axes, holder_colors, sharding_text, tensor_name
@@ -45,7 +45,7 @@ EVIL = [
 
 @lru_cache(maxsize=4096)
 def _columns(shape: Shape, dims: ParallelDims) -> tuple[Block, ...]:
-    return shard_tensor(shape, Placement(1, (shape[1],)), dims, True)
+    return blocks_of_stage(shape, Placement(1, (shape[1],)), dims, True)
 
 
 def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Catalog:
@@ -166,7 +166,7 @@ def test_names_without_a_pattern_stay_below_five_megabytes() -> None:
     text, _ = page_of(catalog_of(rows, dims), dims)
     assert len(text) < 5_000_000
     assert text.count('<a class="row" ') == 400
-    assert "19,600 more patterns" in text
+    assert "19,600 more rows" in text
 
 
 def test_ranks_that_are_too_many_to_draw_are_said() -> None:
@@ -199,9 +199,9 @@ def region(*spans: tuple[int, int]) -> Region:
 @pytest.mark.parametrize(
     ("shape", "regions", "axes", "said"),
     [
-        ((), [region()], (None, None, ()), "whole"),
-        ((8,), [region((0, 8))], (None, 0, ()), "whole"),
-        ((8,), [region((0, 8)), region((0, 8))], (None, 0, ()), "whole, 2 replicas"),
+        ((), [region()], (None, None, ()), "not sharded"),
+        ((8,), [region((0, 8))], (None, 0, ()), "not sharded"),
+        ((8,), [region((0, 8)), region((0, 8))], (None, 0, ()), "not sharded, 2 replicas"),
         ((8,), [region((0, 5)), region((5, 3))], (None, 0, ()), "split 2-way on dim 0"),
         ((4, 6), [region((0, 4), (0, 3)), region((0, 4), (3, 3))], (0, 1, ()), "split 2-way on dim 1"),
         (
@@ -216,7 +216,7 @@ def region(*spans: tuple[int, int]) -> Region:
             (1, 2, (0,)),
             "split 2-way on dim 2",
         ),
-        ((0, 4), [region((0, 0), (0, 4))], (0, 1, ()), "whole"),
+        ((0, 4), [region((0, 0), (0, 4))], (0, 1, ()), "not sharded"),
     ],
 )
 def test_a_sharding_in_words_and_which_dims_are_drawn(
@@ -235,7 +235,7 @@ def test_a_sharding_in_words_and_which_dims_are_drawn(
 @pytest.mark.parametrize("replicate", [True, False])
 def test_replicas_are_hatched(replicate: bool) -> None:
     dims = ParallelDims(2)
-    blocks = shard_tensor((4,), None, dims, replicate)
+    blocks = blocks_of_stage((4,), None, dims, replicate)
     chunks = ShardedChunks(
         blocks, ("__0_0.distcp", "__1_0.distcp")[: len(blocks)], (8,) * len(blocks), array("q", [0] * len(blocks))
     )

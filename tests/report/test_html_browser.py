@@ -66,7 +66,7 @@ def test_an_address_opens_a_tensor_and_its_cut_is_drawn_to_scale(browser: list[s
     cells = [cell.text for cell in page.all("td")]
     assert cells[:4] == ["rank 8", "[0, 0]", "[4, 3]", "24 B"]
     assert len(cells) == 4 * 8
-    assert "4 of 4 tensors with this sharding" in page.all("div", "steps")[0].text
+    assert "4 of 4 tensors with this pattern and sharding" in page.all("div", "steps")[0].text
 
 
 def test_a_rank_in_the_address_is_described_and_set_off(browser: list[str], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_dtypes_are_counted_by_name() -> None:
 
 
 def test_the_document_is_written_as_printed(tmp_path: Path) -> None:
-    report = VerifyReport(command="verify", exit=1, parameters=9, compared=3, differing=[])
+    report = VerifyReport(command="verify", exit=1, parameters=9, compared=3, total=3, differing=[])
     report.write(tmp_path / "report.json")
     assert (tmp_path / "report.json").read_text() == report.to_json()
     document = json.loads(report.to_json())
@@ -61,6 +61,7 @@ def test_what_ranks_hold_stands_beside_the_other_fields() -> None:
     by_rank = RanksOfInspection(layout=None, sharded_tensors=3, balance=None, by_file=[{"file": "a"}])
     document = inspected(by_rank=by_rank).to_dict()
     assert (document["layout"], document["sharded_tensors"], document["balance"]) == (None, 3, None)
+    assert document["stored_by_one_tp_rank"] == 0
     assert document["by_file"] == [{"file": "a"}] and "by_rank" not in document
     assert "by_file" not in inspected(by_rank=replace(by_rank, by_file=None)).to_dict()
 
@@ -100,8 +101,8 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
         prefix="model.",
     )
     lines = conversion_text(report).splitlines()
-    assert lines[0] == "wrote 1 tensor, 2.00 MiB"
-    assert "dtypes: F32 1 -> BF16 1" in lines
+    assert lines[0] == "wrote 1 tensor, 2.00 MiB in files"
+    assert "dtypes: F32 (1 tensor) -> BF16 (1 tensor)" in lines
     assert 'prefix: "model." removed from names' in lines
     assert [line for line in lines if line.startswith("dropped: ")] == [
         "dropped: 3 tensors, 3.00 MiB (optimizer state is not converted to HF)",
@@ -109,7 +110,7 @@ def test_a_summary_names_what_was_done_and_what_was_not() -> None:
         "dropped: 2 pickled objects, 5 B",
     ]
     assert "config.json: dtype: 'float32' -> 'bfloat16'" in lines
-    assert "dtype kept: 2 tensors (a, ...)" in lines
+    assert "not cast by --dtype: 2 tensors (a, ...)" in lines
     assert sum(line.startswith("alias: ") for line in lines) == 20
 
 
@@ -145,7 +146,7 @@ def test_nothing_that_was_not_dropped_is_listed() -> None:
     ],
 )
 def test_a_tie_is_one_line_in_the_names_of_the_output(action: str, output_names: list[str | None], text: str) -> None:
-    tie = {"target": "lm_head", "source": "embed", "declared": True, "evidence": "evidence", "action": action}
+    tie = {"name": "lm_head", "tied_to": "embed", "declared": True, "evidence": "evidence", "action": action}
     aliases = {"head": "tok"} if action == "alias" else {}
     lines = conversion_text(converted(ties=[tie | {"output_names": output_names}], aliases=aliases)).splitlines()
     assert [line for line in lines if "tied" in line or "alias" in line] == [text]
@@ -168,16 +169,16 @@ def test_names_of_shared_bytes_and_copies() -> None:
 
 def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
     rows = [{"name": f"t{i}", "what": "missing", "a": "F32 [1]", "b": None} for i in range(25)]
-    report = VerifyReport(command="verify", exit=1, parameters=9, compared=5, differing=rows)
+    report = VerifyReport(command="verify", exit=1, parameters=9, compared=5, total=30, differing=rows)
     lines = verify_text(report).splitlines()
     assert lines[0] == "t0: missing: F32 [1] in the reference, absent in the checkpoint"
-    assert lines[20] == "and 5 more, --json lists all"
+    assert lines[20] == "and 5 more; --json lists all"
     assert lines[21] == "DIFFERENT: 25 of 30 tensors differ"
 
 
 def test_a_diff_without_differences() -> None:
-    report = DiffReport(command="diff", parameters=9, compared=1, differing=[], tied_tensors=[])
-    assert diff_text(report) == "equal: 1 common name has equal shapes and dtypes"
+    report = DiffReport(command="diff", parameters=9, compared=1, total=1, differing=[], tied_tensors=[])
+    assert diff_text(report) == "equal: 1 tensor has equal shapes and dtypes"
 
 
 def test_a_report_is_short_in_a_terminal() -> None:

@@ -55,9 +55,9 @@ def test_names_that_share_bytes_are_said(counts: tuple[int, int, int], said: str
 @pytest.mark.parametrize(
     ("output", "written", "said"),
     [
-        (3 * MIB, 3 * MIB, "3.00 MiB"),
-        (3 * MIB, MIB, "3.00 MiB, 2.00 MiB of it by an earlier, interrupted run"),
-        (3 * MIB, 0, "3.00 MiB"),
+        (3 * MIB, 3 * MIB, "3.00 MiB in files"),
+        (3 * MIB, MIB, "3.00 MiB in files, 2.00 MiB of it by an earlier, interrupted run"),
+        (3 * MIB, 0, "3.00 MiB in files"),
     ],
 )
 def test_what_an_earlier_run_wrote_is_said(output: int, written: int, said: str) -> None:

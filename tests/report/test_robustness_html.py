@@ -128,9 +128,35 @@ def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
     assert legend.startswith("resumedresumed-2rerunperturbed-0") and legend.endswith("tolerance 3.84e-06")
 
 
+def test_runs_are_named_with_their_steps_and_those_without_a_loss_are_left_out() -> None:
+    losses = [
+        {"run": "uninterrupted", "steps": [1, 2, 3], "losses": [3.0, 2.0, 1.0]},
+        {"run": "saved-again", "steps": [], "losses": []},
+        {"run": "rerun", "steps": [1, 2, 3], "losses": [3.0, 2.0, 1.0]},
+        {"run": "resumed", "steps": [2, 3], "losses": [2.0, 1.0]},
+        {"run": "resumed-2", "steps": [3], "losses": [1.0]},
+    ]
+    text = robustness_page(robust(losses=losses), "small")
+    names = [each.text for each in Page(text).all("p", "legend")[0:1]]
+    assert names == ["uninterruptedresumed (steps 2-3)resumed-2 (step 3)rerun"]
+    assert "in the --json report" not in text
+
+
+def test_a_passed_check_says_what_was_found() -> None:
+    rows = [oracle(name, compared=3) for name in ("sharded", "finite", "readable", "memory", "model")]
+    skipped = oracle("replicas", compared=0, ok=None)
+    found = Page(robustness_page(robust(phases=[phase("resume", True, *rows, skipped)]), "small"))
+    assert [each.text.strip() for each in found.all("li")] == [
+        "sharded as the recipe requires", "finite 3 items finite", "readable 3 checkpoints readable",
+        "memory 3 measurements within the baseline", "model 3 items identical",
+        "replicas skipped: no replicated state",
+    ]  # fmt: skip
+    assert "1.2 s, 1 check skipped" in found.all("article", "phase")[0].text
+
+
 def test_long_lists_are_cut_and_counted() -> None:
     rows = [{"phase": "resume", "check": "model", "item": f"layers.{at}", "rank": 0} for at in range(5000)]
-    row = oracle("model", ["layers.0"], count=5000, compared=5000)
+    row = oracle("model", ["layers.0"], differing_count=5000, compared=5000)
     runs = [{"run": f"run {at}", "steps": [1], "losses": [1.0]} for at in range(20)]
     report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows, losses=runs)
     text = robustness_page(report, "small")

@@ -120,8 +120,7 @@ def test_a_case_for_each_phase_and_each_oracle_below_it() -> None:
     whole = found["ckptx.robustness.small resume"].find("failure")
     assert whole is not None and "a note" in str(whole.text) and "loss: difference 0.003" in str(whole.get("message"))
     assert (
-        found["ckptx.robustness.small.killed at fsync 2, asynchronous save, rank 1: no step"].find("failure")
-        is not None
+        found["ckptx.robustness.small.killed rank 1 killed at fsync 2 (asynchronous save)"].find("failure") is not None
     )
     memory = found["ckptx.robustness.small replicas"].find("failure")
     assert memory is not None and "14 threads" in str(memory.text)
@@ -131,6 +130,7 @@ def test_properties_say_what_it_ran_with() -> None:
     suite = ET.fromstring(junit_xml(broken(), "small").encode())[0]
     said = {each.get("name"): each.get("value") for each in suite.iter("property")}
     assert said["set checks.loss_noise_factor"] == "100"
+    assert said["output"] == broken().output_dir and "out" not in said
     assert said["injected fault"] == "stale_rng" and said["torch"] == "2.13.0"
     assert said["widened resume loss"] == "resume: loss tolerance 4.8e-05 (100 x noise)"
 

@@ -17,7 +17,16 @@ from ckptx.report.environment import environment
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import faults_text, robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_phrases import CAUSES, measured_noise, number_text, parse_number, phase_notes, verdict
+from ckptx.report.robustness_phrases import (
+    CAUSES,
+    kill_text,
+    kills_text,
+    measured_noise,
+    number_text,
+    parse_number,
+    phase_notes,
+    verdict,
+)
 from ckptx.robustness_suite.oracles import ORACLE_ORDER, Difference, Verdict
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import broken, oracle, phase, robust
@@ -36,7 +45,7 @@ def hostile(text: str) -> RobustnessReport:
         output_dir=text or "x",
         trainer=text,
         injected_fault=text or "x",
-        settings={text: text},
+        overrides={text: text},
         environment={text: text},
         notes=[text],
         phases=[phase(text, False, *rows, title=text, notes=[text]), phase(text + "2", None, notes=[text])],
@@ -47,6 +56,14 @@ def hostile(text: str) -> RobustnessReport:
         ],
         kills=[{"operation": text, "ranks": text, "is_async": True, "latest_step": text, "ok": False}],
     )
+
+
+def test_a_fault_that_was_not_detected_is_no_pass() -> None:
+    text = "NOT DETECTED: small, 2 phases; injected fault: rng_stale"
+    undetected = robust(exit=2, injected_fault="rng_stale")
+    assert verdict(undetected) == robustness_verdict(undetected) == text
+    assert f'<failure message="{text}"' in junit_xml(undetected, "small")
+    assert "NOT DETECTED" in robustness_page(undetected, "small")
 
 
 def test_a_line_for_each_phase_and_the_verdict_at_the_end() -> None:
@@ -70,8 +87,34 @@ def test_what_fails_is_named_below_its_phase() -> None:
     assert "memory: 14 threads after the phase, baseline 8 (a process group has 6)" in text
     assert "memory: 4.00 KiB of tensors retained after the phase, baseline 0 B" in text
     assert re.search("layouts +not run +--phases left it out\n", text)
-    assert "FAILED at fsync 2, asynchronous save, rank 1: no step" in text
+    assert "FAILED rank 1 killed at fsync 2 (asynchronous save): no step can be loaded" in text
     assert "FAILED: small: replicas (memory); resume (rng, loss); injected fault: stale_rng" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"operation": "write __0_0.distcp #250", "ranks": [0], "is_async": False, "latest_step": 2, "ok": True},
+            (
+                "rank 0 killed at write 250 of __0_0.distcp (synchronous save): "
+                "step 2 is the latest that can be loaded, as expected"
+            ),
+        ),
+        (
+            {"operation": "rename a -> b", "ranks": [0, 1], "is_async": True, "latest_step": None, "ok": False},
+            "ranks 0, 1 killed at rename a -> b (asynchronous save): no step can be loaded",
+        ),
+    ],
+)
+def test_a_kill_in_words(row: dict[str, Any], said: str) -> None:
+    assert kill_text(row) == said
+
+
+def test_kills_are_counted() -> None:
+    said = "the last complete step was the latest that could be loaded"
+    assert kills_text([{"ok": True}] * 3) == f"3 times; {said} each time"
+    assert kills_text([{"ok": True}, {"ok": False}]).endswith("could be loaded after 1 of them")
 
 
 def test_a_widened_limit_is_red_even_where_all_passed() -> None:
@@ -84,7 +127,7 @@ def test_a_widened_limit_is_red_even_where_all_passed() -> None:
 def test_more_items_than_a_line_names_are_counted() -> None:
     names = [f"layers.{layer}" for layer in range(8)]
     rows = [{"phase": "resume", "check": "model", "item": f"layers.{layer}", "rank": 0} for layer in range(20)]
-    report = robust(exit=1, phases=[phase("resume", False, oracle("model", names, count=20))], differing=rows)
+    report = robust(exit=1, phases=[phase("resume", False, oracle("model", names, differing_count=20))], differing=rows)
     assert "          layers.3 on rank 0\n          and 16 more\n" in robustness_text(report)
 
 

@@ -128,7 +128,7 @@ def test_a_report_of_a_run_is_allowed(validator: Draft202012Validator) -> None:
     report = RunReport(
         command="verify", compared=1, differing=[{"level": "bytes"}], inconclusive=[],
         world_size=1, layout={"tp": 1}, stages=1,
-        inputs=["text"], tokens=[24, 99], attention_windows={"sliding_window": [512, 5]},
+        inputs=["text"], distinct_tokens=24, vocabulary_size=99, attention_windows={"sliding_window": [512, 5]},
         without_gradient=[{"name": "x", "experts": [1]}], compute_dtype="float32", checkpointed_layers=0,
             bubble_fraction=0.25, microbatches=3, reference_parts=1,
         gathered_modules=[], bytes_read_per_rank=[1], max_abs="nan",

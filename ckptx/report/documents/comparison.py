@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ckptx.report.report import Report
@@ -15,15 +15,23 @@ class DiffReport(Report):
 
     Attributes:
         parameters: Number of parameters of the first checkpoint.
-        compared: Number of tensor names that both checkpoints have.
-        differing: One entry per difference.
-        tied_tensors: One entry per name that only one checkpoint has, as it is tied to a name that both have.
+        compared: Number of tensor names whose shapes and dtypes were compared: those that both checkpoints have, and
+            tied ones that one of them lacks.
+        total: Number of tensor names of the model that one or both checkpoints have.
+        not_compared: Numbers of what `diff` does not compare, in both checkpoints together: `optimizer` (tensors of
+            optimizer state), `other` (other tensors, not of the model), `objects` (pickled objects).
+        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype"), and dtype and shape
+            of both sides, `a` and `b` (null: missing).
+        tied_tensors: One entry per name that one checkpoint lacks because it ties it: `name`, `only_in` (path of the
+            checkpoint that has it), and `tied_to` (the name in the other checkpoint).
     """
 
     commands: ClassVar[Sequence[str]] = ("diff",)
 
     parameters: int
     compared: int
+    total: int
+    not_compared: Mapping[str, int] = field(default_factory=dict)
     differing: Sequence[dict[str, Any]]
     tied_tensors: Sequence[dict[str, Any]]
 
@@ -34,12 +42,23 @@ class VerifyReport(Report):
 
     Attributes:
         parameters: Number of parameters of the reference.
-        compared: Number of pairs of tensors that were compared.
-        differing: One entry per difference.
+        compared: Number of pairs of tensors whose contents were compared.
+        total: `compared`, and the tensors that one checkpoint lacks or that differ in dtype or shape. It does not
+            include `not_compared`.
+        not_compared: Numbers of what was not compared, in both checkpoints together: `optimizer` (tensors of optimizer
+            state) and `other` (other tensors, not of the model), if only one checkpoint has any, or no name is in both;
+            `objects` (pickled objects that only one checkpoint has, or with different bytes, which may be equal).
+        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "content"), and the
+            values of both sides, `a` and `b`: dtype and shape (null: missing), or the bytes of the first element that
+            differs. For "content" also its `index`, `differing_count` (number of elements that differ; of a tensor
+            larger than 16 MiB, only those in the first 16 MiB block with a difference), and `differing_elements` (the
+            same in words).
     """
 
     commands: ClassVar[Sequence[str]] = ("verify",)
 
     parameters: int
     compared: int
+    total: int
+    not_compared: Mapping[str, int] = field(default_factory=dict)
     differing: Sequence[dict[str, Any]]

@@ -17,32 +17,53 @@ class ConversionReport(Report):
         parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
         output_bytes: Bytes of all files of the output, including those of an earlier, interrupted run.
         architecture: `class` and `known_from` (source of the model metadata); null if the class is unknown.
-        ledger: Number of source tensors by outcome (`written`, `aliases`, `dropped`), and of target tensors by storage.
+        ledger: Counts of tensors: all of the source (`source`), and of these by outcome: `written`, `tied`, `merged`,
+            `dropped`. `target` has the number of target tensors (`tensors`), and by storage: `stored`, `copies` (stored
+            again under another name), `aliases` (names for the bytes of another tensor).
         config_check: Comparison of names and shapes with the config: `checked` (what was compared), `unchecked`
             (number of tensors whose expected shape is unknown), `note` (null if everything was checked), `mismatches`,
-            `is_truncated` (true if there are more), `extra_tensors` (allowed tensors that the class does not have).
+            `is_truncated` (true if `mismatches` is not the complete list), `extra_tensors` (tensors that the class does
+            not define and that are allowed, parts of quantized weights included: for each `reason`, their number
+            `tensors` and the first `names`).
+        names: For a change from or to torchtitan's names, the naming scheme `before` and `after` (`hf`: as on the
+            Hub; `model`: state dict of transformers; `torchtitan`), and `permuted`: the `name` of each kind of tensor
+            whose rows were reordered within heads, and the number of `heads` in the config.
         prefix: Prefix of the model's names in the source.
         output_prefix: Prefix of the model's names in the output: that of the source, or one that was added.
-        unknown_tensors: Names that the class does not have.
-        dtype_unchanged: Names of tensors whose dtype `--dtype` did not change.
-        base_dtypes: Dtypes that `--dtype base` restored from the base checkpoint.
+        unknown_tensors: Names of all model tensors that the class does not define, allowed or not, except parts of
+            quantized weights.
+        dequantized: With `--dequantize`, `schemes` (for each: `scheme`, `tensors`, `parameters`, and `bytes` on disk)
+            and `merged` (name of each scale or other part, and the dequantized weight that it is merged into).
+        quantized: With `--quantize base`, `schemes` as in `dequantized`; `unchanged`, the number of weights that are
+            equal to the dequantized base, whose bytes were copied; and `encoded`, the names of the weights that were
+            quantized again. Weights that an earlier, interrupted run or another process wrote are in `schemes` only.
+        dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
+            `--dtype base` did not cast (see `base_dtypes`).
+        base_dtypes: Result of `--dtype base`: number of tensors that are `matching` the dtype of the base, and names of
+            those `not_in_base` and `quantized_in_base`, whose dtype did not change.
         overflows: `name` and `count` of each tensor in which the cast turned finite numbers into infinity.
         underflows: `name` and `count` of each tensor in which the cast turned nonzero numbers into zero.
         dropped_optimizer: Number of `tensors` and `bytes` of optimizer state that was dropped.
-        objects: Pickled objects: their `count`, and `bytes` if they were dropped, or `is_copied`.
-        state_without_parameter: Names of optimizer tensors that belong to no known parameter.
-        state_replicated: Names of optimizer tensors whose shape differs from that of their parameter.
-        layout: Sizes of the mesh, and the layers of each stage.
-        chunks: Number of shards that tensors were split into.
-        rules: One entry per pattern of names, with the rule that determined its sharding and the number of names.
+        objects: Pickled objects: their `count`, and `bytes` if they were dropped, or `is_copied: true`.
+        state_without_parameter: Names of optimizer-state tensors that belong to no known parameter; stored on rank 0.
+        state_replicated: Names of optimizer-state tensors that are replicated because their shape differs from that of
+            their parameter.
+        layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`), and `stages`: path and range of the layers of each.
+        chunks: Number of chunks that the tensors of the model are stored in, over all ranks.
+        rules: Sharding of the tensors by TP: one entry for each name pattern and decision, with `pattern`, `tensors`
+            (number of names), `rule` (origin of the decision; `default` if no TP rule matches), `reason`, `dim` that TP
+            shards (null: none), `groups` (sizes of the parts that are fused along it; null: one), and whether the
+            shards are `aligned`.
         unaligned_tensors: Names of tensors whose shards do not align with heads or groups of every fused part.
-        replicated: Tensors of the model that TP does not shard: their number, their bytes and their share of the bytes
-            of the model, each tensor counted once; only with TP.
-        other_tensors: Names of tensors that do not belong to the model; they were copied unchanged.
+        replicated: Tensors of the model that TP does not shard: `tensors` (number of names), `bytes`, and `share` of
+            the bytes of the model (0 to 1), in both of which each tensor counts once; only with TP.
+        other_tensors: Names of the model tensors of a sharded output that TP does not shard because the class does not
+            define them (see `unknown_tensors`) or does not use them.
         dry_run: True if nothing was written.
-        files: For a dry run, `name`, `bytes` and `tensors` of each file.
-        buffer_bytes: For a dry run, bytes of I/O buffers.
-        free_space: For a dry run, bytes free at the target.
+        files: For a dry run, `name`, `bytes` and `tensors` (number of stored tensors or parts of tensors) of each file.
+        buffer_bytes: For a dry run, limit in bytes of the buffers that `--max-memory` limits.
+        free_space: For a dry run, bytes free at the target. If `output_bytes` is larger, `exit` is 6, except with
+            `--resume`.
     """
 
     commands: ClassVar[Sequence[str]] = (
@@ -58,9 +79,12 @@ class ConversionReport(Report):
     architecture: dict[str, str] | None
     ledger: dict[str, Any]
     config_check: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    names: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     prefix: str | None = field(default=None, metadata=OPTIONAL)
     output_prefix: str | None = field(default=None, metadata=OPTIONAL)
     unknown_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
+    dequantized: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    quantized: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     dtype_unchanged: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     base_dtypes: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     overflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)

@@ -20,8 +20,8 @@ class EnvironmentReport(Report):
         cores: Number of CPU cores that this process may use.
         packages: Version of each package; null if it is not installed.
         tested_with: Version of each package that the tests run with.
-        defaults: One entry per default from a file or environment variable: `option`, `value` (secrets are hidden),
-            `origin` (file and key, or variable), and the `commands` that it applies to.
+        settings: One entry per option that a file or environment variable sets: `option`, `value` (secrets are
+            hidden), `origin` (file and key, or variable), and the `commands` that it applies to.
     """
 
     commands: ClassVar[Sequence[str]] = ("env",)
@@ -32,4 +32,4 @@ class EnvironmentReport(Report):
     cores: int
     packages: Mapping[str, str | None]
     tested_with: Mapping[str, str]
-    defaults: Sequence[Mapping[str, Any]]
+    settings: Sequence[Mapping[str, Any]]

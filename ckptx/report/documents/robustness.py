@@ -16,7 +16,7 @@ class RobustnessReport(Report):
     Attributes:
         recipe: Name of the recipe.
         recipe_file: Path of the recipe file.
-        settings: Recipe keys that `--set` changed, with their values as strings.
+        overrides: Recipe keys that `--set` changed, with their values as strings.
         injected_fault: Name of the injected fault; null for none.
         output_dir: Path of the output folder; empty if it was temporary and was removed, as nothing differed.
         world_size: Number of ranks; null if a custom trainer does not report it.
@@ -27,11 +27,11 @@ class RobustnessReport(Report):
             `memory` (null if it was not measured) and, for a custom trainer, `cause` (why it failed, or that the cause
             is unknown). An entry of `checks`: `name` (finite, names, model, moments, ...), `ok` (null if there was
             nothing to compare), `compared` (number of items), `differing` (names of the first items that differ),
-            `count` (number of items that differ), `value` and `tolerance` (of a measurement, else null), `noise_factor`
+            `differing_count`, `value` and `tolerance` (of a measurement, else null), `noise_factor`
             and `noise` (factors of the tolerance; null if equal bits are required), `is_widened` (true if the recipe
             widened the tolerance). `memory`: `tensor_bytes` and `threads` after the phase was released, maximum over
             ranks, and `baseline_tensor_bytes`, `baseline_threads`.
-        cause: First failure: `phase`, `check` (null if the phase failed without one), `cause` in words; null if
+        first_failure: First failure: `phase`, `check` (null if the phase failed without one), `cause` in words; null if
             nothing failed.
         noise: `loss` and `logits`, each with the largest difference between identical runs (`repeated`) and between
             runs whose embedding was perturbed by 1 ULP (`perturbed`); null if there were no such runs.
@@ -43,21 +43,22 @@ class RobustnessReport(Report):
             killed), `ranks`, `is_async`, `latest_step` (null if none could be loaded), `ok`.
         step_memory: Bytes of tensors in one step, maximum over ranks: `forecast_peak`, `forecast_between_steps`,
             `measured_peak`, `measured_between_steps`; empty if it was not measured.
-        environment: Versions of ckptx, python, torch and transformers, and names of device and platform.
+        environment: Versions of ckptx, python, torch and transformers, and names of platform, device and backend; a
+            custom trainer chooses the last two, which are absent then.
     """
 
     commands: ClassVar[Sequence[str]] = ("robustness",)
 
     recipe: str
     recipe_file: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
     injected_fault: str | None = None
     output_dir: str
     world_size: int | None
     layout: dict[str, int]
     trainer: str
     phases: Sequence[dict[str, Any]]
-    cause: Mapping[str, Any] | None = None
+    first_failure: Mapping[str, Any] | None = None
     noise: Mapping[str, Any] = field(default_factory=dict)
     losses: Sequence[dict[str, Any]] = field(default_factory=list)
     differing: Sequence[dict[str, Any]] = field(default_factory=list)

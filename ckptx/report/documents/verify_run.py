@@ -15,8 +15,9 @@ class RunReport(Report):
 
     Attributes:
         run: Always true; distinguishes this report from that of `verify` without `--run`.
-        compared: Number of tensors that each rank loads.
-        differing: One entry per difference: `level` is config, bytes, forward or gradients.
+        compared: Number of tensors that the checkpoint's model loads, over all ranks; a sharded one counts once.
+        differing: One entry per difference: `level` ("config", "bytes", "forward" or "gradients"), `rank`, `name`, with
+            `--pp` a `stage`, and values that depend on the level.
         inconclusive: One entry per inconclusive result: it is within its `tolerance`, but the tolerance exceeds
             `magnitude`, the standard deviation of the logits or the largest value of a gradient, so that no error could
             be detected.
@@ -27,9 +28,10 @@ class RunReport(Report):
         microbatches: Number of microbatches per step and data-parallel rank.
         reference_parts: Number of consecutive parts in which the reference ran; 1 means as a whole.
         inputs: Kinds of model inputs: "text", "image", ...
-        tokens: Number of distinct tokens in the input text, and size of the vocabulary.
-        attention_windows: Attention windows that were reduced so that the sequence exceeds them: config key -> size in
-            the config, size in the run, in tokens.
+        distinct_tokens: Number of distinct tokens in the input text.
+        vocabulary_size: Number of tokens in the vocabulary.
+        attention_windows: Attention windows that `verify --run` shortened so that the sequence exceeds them: config key
+            -> size in the config, size in the run, in tokens.
         without_gradient: Parameters without a gradient: `name`, and `experts` if only some of them have none; null
             without a backward step.
         compute_dtype: Dtype of the parameters in the run, on both sides.
@@ -49,8 +51,8 @@ class RunReport(Report):
         loss_tolerance: Tolerance of the difference of both losses.
         gradients: Number of gradients that were compared; null without a backward step.
         grad_max_abs: Largest absolute difference of gradients; null without a backward step.
-        grad_closest_to_tolerance: Name of the gradient whose difference is largest relative to its tolerance, and that
-            ratio; null without a backward step.
+        grad_closest_to_tolerance: Name of the gradient that is closest to its tolerance, and its difference divided by
+            the tolerance; null without a backward step.
         first_divergence: First module whose output differs, with its `max_abs` and `tolerance`; null if none does.
         gradient_differences: One entry per gradient, with `max_abs` (its difference from the reference) and
             `tolerance`.
@@ -78,7 +80,8 @@ class RunReport(Report):
     microbatches: int
     reference_parts: int
     inputs: Sequence[str]
-    tokens: Sequence[int]
+    distinct_tokens: int
+    vocabulary_size: int
     attention_windows: dict[str, Sequence[int]]
     without_gradient: Sequence[dict[str, Any]] | None
     compute_dtype: str
