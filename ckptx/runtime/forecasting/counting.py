@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,6 @@ _COLLECTIVE_BY_PREFIX = {
     "alltoall": "all-to-all",
     "send": "send",
 }
-_SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(slots=True)
@@ -77,22 +77,33 @@ class WorkCounter:
         self, get_phase: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
         """Count an operation that `ShapeTensors` reports."""
-        flops = _count_flops(func, args, kwargs, out)
+        count_flops, collective = _find_counters(func)
+        flops = 0 if count_flops is None else int(count_flops(*args, **kwargs, out_val=out))
         if flops:
             phase = get_phase()
             work = self._work_in_phase(phase)
             work.flops += flops
             work.recomputed_flops += flops if phase.is_recompute else 0
-        elif func.namespace in ("c10d", "_c10d_functional"):
-            kind = _collective_name(get_schema(func).name.partition("::")[2])
-            if kind is not None:
-                input_bytes = sum(each.nbytes for each in iter_tensors(args, kwargs))
-                output_bytes = sum(each.nbytes for each in iter_tensors((out,), {}))
-                nbytes = max(input_bytes, output_bytes) if func.namespace == "_c10d_functional" else input_bytes
-                self._work_in_phase(get_phase()).sent_bytes[kind] += nbytes
+        elif collective is not None:
+            input_bytes = sum(each.nbytes for each in iter_tensors(args, kwargs))
+            output_bytes = sum(each.nbytes for each in iter_tensors((out,), {}))
+            nbytes = max(input_bytes, output_bytes) if func.namespace == "_c10d_functional" else input_bytes
+            self._work_in_phase(get_phase()).sent_bytes[collective] += nbytes
 
     def _work_in_phase(self, phase: StepPhase) -> Work:
         return self.work_by_pass.setdefault((phase.name, phase.pass_index), Work())
+
+
+@cache
+def _find_counters(func: Any) -> tuple[Callable[..., int] | None, str | None]:
+    """Return a function that counts the floating-point operations of an operation, and its kind of collective.
+
+    The function gets the arguments of the operation, and its result as `out_val`. Each is None if there is none.
+    """
+    name = get_schema(func).name
+    count = flop_registry.get(get_overload_packet(func), _OTHER_FLOP_COUNTERS.get(name))
+    is_collective = func.namespace in ("c10d", "_c10d_functional")
+    return count, _collective_name(name.partition("::")[2]) if is_collective else None
 
 
 def _collective_name(name: str) -> str | None:
@@ -100,19 +111,16 @@ def _collective_name(name: str) -> str | None:
     return next((kind for begin, kind in _COLLECTIVE_BY_PREFIX.items() if bare.startswith(begin)), None)
 
 
-def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    count = flop_registry.get(get_overload_packet(func))
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
-    name = get_schema(func).name
-    if name == _SDPA_CPU:
-        return _attention_flops(*args[:3])
-    if name == f"{_SDPA_CPU}_backward":
-        return 5 * _attention_flops(*args[1:4]) // 2
-    if name == "aten::_grouped_mm":  # each token is multiplied with one expert
-        left, right = args[0], args[1]
-        return 2 * int(left.numel()) * int(right.shape[-1])
-    return 0
+def _count_sdpa(query: Tensor, key: Tensor, value: Tensor, *_: Any, **_settings: Any) -> int:
+    return _attention_flops(query, key, value)
+
+
+def _count_sdpa_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **_settings: Any) -> int:
+    return 5 * _attention_flops(query, key, value) // 2
+
+
+def _count_grouped_mm(left: Tensor, right: Tensor, *_: Any, **_settings: Any) -> int:
+    return 2 * int(left.numel()) * int(right.shape[-1])  # each token is multiplied with one expert
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -120,3 +128,10 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
     return 2 * int(query.numel()) * int(key.shape[-2]) + 2 * int(query.numel() // query.shape[-1]) * int(
         key.shape[-2] * value.shape[-1]
     )
+
+
+_OTHER_FLOP_COUNTERS = {  # of operations that torch does not count
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _count_sdpa,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _count_sdpa_backward,
+    "aten::_grouped_mm": _count_grouped_mm,
+}

@@ -273,13 +273,20 @@ def _with_peak_tensors(
 
 
 def _renumber(lifetime: StorageLifetime, layer_numbers: Mapping[str, Sequence[int]]) -> StorageLifetime:
-    module = lifetime.alloc_phase.module
+    phase = lifetime.alloc_phase
+    return replace(
+        lifetime,
+        alloc_phase=phase._replace(module=_renumber_name(phase.module, layer_numbers)),
+        parameter=_renumber_name(lifetime.parameter, layer_numbers),
+    )
+
+
+def _renumber_name(name: str, layer_numbers: Mapping[str, Sequence[int]]) -> str:
     for path, layers in layer_numbers.items():
-        index, _, rest = module.removeprefix(f"{path}.").partition(".")
-        if module.startswith(f"{path}.") and index.isdecimal():
-            name = f"{path}.{layers[int(index)]}" + (f".{rest}" if rest else "")
-            return replace(lifetime, alloc_phase=lifetime.alloc_phase._replace(module=name))
-    return lifetime
+        index, _, rest = name.removeprefix(f"{path}.").partition(".")
+        if name.startswith(f"{path}.") and index.isdecimal():
+            return f"{path}.{layers[int(index)]}" + (f".{rest}" if rest else "")
+    return name
 
 
 def _extrapolate_bytes(

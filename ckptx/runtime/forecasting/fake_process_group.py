@@ -17,7 +17,9 @@ _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was buil
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
-    """Make this process a rank of a world of any size; sends are dropped, and received tensors have a shape only.
+    """Make this process a rank of a world of any size; nothing is sent, and received tensors have a shape only.
+
+    The work of a send keeps its tensor, as in a real process group.
 
     `all_gather_object` returns the object of this rank for every rank.
 
@@ -30,7 +32,7 @@ def fake_process_group(rank: int, world_size: int, device: torch.device = _DEVIC
         InternalError: The process is already in a process group.
     """
     # the import registers the backend
-    from ckptx.runtime.torch_private import FakeStore
+    from ckptx.runtime.torch_private import FakeStore, keep_sent_tensors
 
     if dist.is_initialized():
         raise InternalError("a forecast requires a process outside of any process group; please report this")
@@ -38,7 +40,8 @@ def fake_process_group(rank: int, world_size: int, device: torch.device = _DEVIC
     gather = dist.all_gather_object
     dist.all_gather_object = _gather_own
     try:
-        yield RankContext(rank, world_size, device)
+        with keep_sent_tensors():
+            yield RankContext(rank, world_size, device)
     finally:
         dist.all_gather_object = gather
         destroy_process_groups()

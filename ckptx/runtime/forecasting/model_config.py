@@ -1,4 +1,4 @@
-"""Find or write the config.json that a forecast uses; no weights are read."""
+"""Find or write the config.json that a memory forecast uses; no weights are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from ckptx.errors import CkptxError, InputError, ReadError, UsageError
 from ckptx.formats.hf.hub import CONFIG_FILES, resolve_source
 from ckptx.formats.hf.reader import read_json
-from ckptx.runtime.training.recipe import ModelBlock
-from ckptx.runtime.training.source import merge_config
+from ckptx.mapping.config_edits import dequantization_edits, format_edited_config
+from ckptx.runtime.training.recipe import ModelBlock, Recipe
 from ckptx.storage.files import is_regular_file
 
 _CONFIG_NAME = "config.json"
@@ -21,7 +21,7 @@ _CONFIG_NAME = "config.json"
 
 def find_model_config(
     model: str,
-    directory: Path | None = None,
+    copy_dir: Path | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -32,7 +32,7 @@ def find_model_config(
     Args:
         model: A config.json, a JSON file of another name with the same contents, a directory with a config.json, or a
             Hub id.
-        directory: Directory to copy a file of another name to, as config.json, with the Python files next to it; None
+        copy_dir: Directory to copy a file of another name to, as config.json, with the Python files next to it; None
             refuses such a file.
         revision: Git revision on the Hub; None for the default branch.
         token: Access token of the Hub; None for the stored one.
@@ -46,19 +46,40 @@ def find_model_config(
     if is_regular_file(path):
         if path.name == _CONFIG_NAME:
             return path.parent
-        if path.suffix != ".json" or directory is None or not read_json(path).keys() & {"model_type", "architectures"}:
+        if path.suffix != ".json" or copy_dir is None or not read_json(path).keys() & {"model_type", "architectures"}:
             raise UsageError(f"{path} is not a config.json; pass a config.json, a directory that has one, or a Hub id")
-        shutil.copyfile(path, directory / _CONFIG_NAME)
+        shutil.copyfile(path, copy_dir / _CONFIG_NAME)
         for code in filter(Path.is_file, path.parent.glob("*.py")):
-            shutil.copyfile(code, directory / code.name)
-        return directory
+            shutil.copyfile(code, copy_dir / code.name)
+        return copy_dir
     if not is_regular_file(path / _CONFIG_NAME):
         raise InputError(f"{path}: has no config.json; pass the directory that has it")
     return path
 
 
+def without_quantization_config(config_dir: Path, copy_dir: Path) -> tuple[Path, str | None]:
+    """Return a directory whose config.json declares no quantization, since training uses the dequantized weights.
+
+    Args:
+        config_dir: Directory of a config.json; it is not changed.
+        copy_dir: Directory to write an edited copy to, with the Python files next to it.
+
+    Returns:
+        `config_dir` and None if the config declares no quantization; else `copy_dir` and a note for the user.
+    """
+    values = read_json(config_dir / _CONFIG_NAME)
+    edits = dequantization_edits(values)
+    if not edits:
+        return config_dir, None
+    (copy_dir / _CONFIG_NAME).write_bytes(format_edited_config(values, edits))
+    for code in filter(Path.is_file, config_dir.glob("*.py")):
+        if code.parent != copy_dir:
+            shutil.copyfile(code, copy_dir / code.name)
+    return copy_dir, "config.json declares a quantization; this is the forecast of the dequantized model"
+
+
 @contextmanager
-def errors_naming(source: str, directory: Path) -> Iterator[None]:
+def config_path_in_errors_as(source: str, directory: Path) -> Iterator[None]:
     """Replace the path of the config.json in `directory`, a temporary copy, by `source` in the messages of errors."""
     try:
         yield
@@ -67,20 +88,27 @@ def errors_naming(source: str, directory: Path) -> Iterator[None]:
         raise
 
 
-def write_recipe_config(model: ModelBlock, directory: Path) -> tuple[Path, tuple[str, ...]]:
-    """Write the config.json of the model that a recipe trains.
+def write_recipe_config(recipe: Recipe, directory: Path) -> tuple[Path, tuple[str, ...]]:
+    """Write the config.json of the model that a recipe trains: the shrunk model if the recipe has `shrunk: true`.
 
     Args:
-        model: Model block of the recipe.
+        recipe: Recipe that names the model.
         directory: Directory to write to.
 
     Returns:
         The directory, and notes for the user.
 
     Raises:
-        InputError: The config of its checkpoint is unavailable, and the recipe has no keys as a fallback.
+        InputError: The config of its checkpoint is unavailable, and the recipe has no `model.shrunk_from` to
+            fall back to.
         UsageError: The recipe names no model.
+        UnsupportedError: The class is unknown, or cannot be shrunk.
     """
+    from ckptx.runtime.training.source import merge_config, write_shrunk_config  # imports torch
+
+    model = recipe.model
+    if model.shrunk:
+        return write_shrunk_config(recipe, directory), ()
     values, notes = _read_base_config(model)
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(merge_config(values, model.config), indent=2) + "\n"
@@ -99,5 +127,5 @@ def _read_base_config(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, 
         if isinstance(error, ReadError) or not model.shrunk_from:
             raise
         return model.shrunk_from, (
-            f"{model.pretrained}: its config.json is not available here; using the keys of model.shrunk_from",
+            f"{model.pretrained}: its config.json is not available here; using model.shrunk_from of the recipe",
         )

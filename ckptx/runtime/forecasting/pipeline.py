@@ -7,9 +7,11 @@ the stages of the next rank receive tensors of these shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ckptx.runtime.memory.storage_ledger import PIPELINE_P2P, StorageLedger
@@ -22,7 +24,27 @@ StageInputSlots = dict[int, list[PayloadSlot | None]]  # inputs of each stage fr
 
 
 class _IsolatedStage(TorchStage):
-    """A stage that does not synchronize with other stages."""
+    """A stage that does not synchronize with other stages, and labels what it sends and receives."""
+
+    def __init__(self, *args: Any, ledger: StorageLedger, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._ledger = ledger
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._label_tensors(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._label_tensors(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._label_tensors(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._label_tensors(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _label_tensors(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        self._ledger.label((each.tensor for each in operations), PIPELINE_P2P)
+        return operations
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         """Return the result of the stage itself, as all stages know the shapes; called since torch 2.13."""
@@ -31,8 +53,6 @@ class _IsolatedStage(TorchStage):
 
 class IsolatedPipeline(Pipeline):
     """A `Pipeline` on a rank without neighbors; all microbatches have one shape."""
-
-    stage_class = _IsolatedStage
 
     def __init__(self, *args: Any, input_slots: StageInputSlots, ledger: StorageLedger) -> None:
         """Create a pipeline that records its communication buffers.
@@ -43,6 +63,7 @@ class IsolatedPipeline(Pipeline):
             ledger: Ledger in which communication buffers are labeled.
         """
         self._input_slots, self._ledger = input_slots, ledger
+        self.stage_class = partial(_IsolatedStage, ledger=ledger)
         super().__init__(*args)
 
     @classmethod

@@ -1,7 +1,8 @@
 """Forecast the ranks of a task, one per pipeline rank, in forked processes.
 
-If many layers repeat, models with fewer of them run in place of the whole one, in parallel; `extrapolation` computes
-the forecast of the whole model from them, or rejects them, and the whole model runs.
+If many layers repeat, models with fewer of them run in place of the whole one; `extrapolation` computes the forecast of
+the whole model from them, or rejects them, and the whole model runs. These models run one after another in one process,
+which caches what they have in common.
 """
 
 from __future__ import annotations
@@ -9,25 +10,45 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ckptx.processes.fork import run_in_children
+from ckptx.processes.fork import Flow, run_flow, run_flows, run_in_children
 from ckptx.runtime.forecasting.extrapolation import ShortModelForecast, extrapolate
-from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, find_sent_shapes, run_rank
+from ckptx.runtime.forecasting.run import (
+    BoundaryCache,
+    RankForecast,
+    find_sent_shapes,
+    find_task_boundaries,
+    run_rank_tasks,
+)
+from ckptx.runtime.forecasting.short_boundaries import derive_boundaries
 from ckptx.runtime.forecasting.short_models import ShorteningPlan, assign_stages, plan_shortening, shorten
 from ckptx.runtime.forecasting.task import ForecastTask
 from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
-from ckptx.runtime.parallel.pipeline.schedules import find_schedule
+from ckptx.runtime.parallel.pipeline.schedules import count_stages, find_schedule
 
-T = TypeVar("T")
 BoundariesBySplit = dict[tuple[Any, ...], StageBoundaries]  # boundaries of a model, by how it is split into stages
 
 
-def count_stages(pp: int, schedule: str) -> int:
-    """Return the number of pipeline stages; 1 without a pipeline."""
-    return pp * find_schedule(schedule).stages_per_rank if pp > 1 else 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastRequest:
+    """A step to forecast, and how.
+
+    Attributes:
+        task: Step to forecast.
+        all_layers: Run all layers, even if many repeat.
+        validate_extrapolation: Validate the extrapolation with a third, larger model.
+        peak_ranks_only: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
+            flight, the one with most parameters, and the last, which has the logits.
+    """
+
+    task: ForecastTask
+    all_layers: bool = False
+    validate_extrapolation: bool = True
+    peak_ranks_only: bool = False
 
 
 def forecast_ranks(
@@ -43,24 +64,102 @@ def forecast_ranks(
     """Return the forecasts of the first rank of each pipeline rank.
 
     Args:
-        task: Step to forecast.
-        all_layers: Run all layers, even if many repeat.
-        validate_extrapolation: Validate the extrapolation with a third, larger model.
-        peak_ranks_only: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
-            flight, the one with most parameters, and the last, which has the logits.
-        in_process: Run one after another, and without a pipeline in this process, which caches facts about operations
-            and must not be forked afterwards.
-        known_boundaries: Known stage boundaries; new ones are added. None starts without any.
-        directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
+        task: See `ForecastRequest`, as for `all_layers`, `validate_extrapolation` and `peak_ranks_only`.
+        all_layers: See `task`.
+        validate_extrapolation: See `task`.
+        peak_ranks_only: See `task`.
+        in_process: See `forecast_requests`, as for `known_boundaries` and `directory`.
+        known_boundaries: See `in_process`.
+        directory: See `in_process`.
 
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
     """
+    request = ForecastRequest(
+        task=task,
+        all_layers=all_layers,
+        validate_extrapolation=validate_extrapolation,
+        peak_ranks_only=peak_ranks_only,
+    )
+    return forecast_requests([request], in_process=in_process, known_boundaries=known_boundaries, directory=directory)[
+        0
+    ]
+
+
+def forecast_requests(
+    requests: Sequence[ForecastRequest],
+    *,
+    in_process: bool = False,
+    known_boundaries: BoundariesBySplit | None = None,
+    directory: Path | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> list[list[RankForecast]]:
+    """Return the forecasts of the first rank of each pipeline rank, for several steps of one model at the same time.
+
+    Args:
+        requests: Steps to forecast; with a pipeline, steps that are split in the same way share its boundaries.
+        in_process: Run one after another in this process, which caches facts about operations and must not be forked
+            afterwards.
+        known_boundaries: Known stage boundaries; new ones are added. None starts without any.
+        directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
+        on_step: Called with the text of each step, to show progress; None shows none.
+
+    Raises:
+        UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
+    """
+    boundaries: BoundariesBySplit = {} if known_boundaries is None else known_boundaries
     with tempfile.TemporaryDirectory(prefix="ckptx-layers-", dir=directory) as own_directory:
-        short_tasks = None if all_layers else _make_short_tasks(task, Path(own_directory), validate_extrapolation)
-        return _RankForecaster(task, short_tasks, in_process, {} if known_boundaries is None else known_boundaries).run(
-            _peak_candidates(task) if peak_ranks_only else range(task.dims.pp)
-        )
+        forecasters = []
+        for number, each in enumerate(requests):
+            short_tasks = (
+                None
+                if each.all_layers
+                else _make_short_tasks(each.task, Path(own_directory, str(number)), each.validate_extrapolation)
+            )
+            ranks = _peak_candidates(each.task) if each.peak_ranks_only else range(each.task.dims.pp)
+            forecasters.append(_RankForecaster(each.task, short_tasks, ranks, boundaries))
+
+        def show_search(_: object) -> None:
+            if on_step is not None:
+                on_step("finding the values that pipeline stages send each other")
+
+        find_all = _run_in_process if in_process else partial(run_in_children, on_wait=show_search)
+        _find_boundaries([each.boundary_source() for each in forecasters], boundaries, find_all)
+        _find_boundaries([task for each in forecasters for task in each.underived_tasks()], boundaries, find_all)
+        if in_process:
+            return [run_flow(each.run()) for each in forecasters]
+
+        def show_runs(ended: int, total: int) -> None:
+            if on_step is not None:
+                on_step(f"running the step without storage, {ended} of {total} runs done")
+
+        return run_flows([each.run() for each in forecasters], on_wait=show_runs)
+
+
+def _find_boundaries(
+    tasks: Sequence[ForecastTask], known_boundaries: BoundariesBySplit, find_all: Callable[..., list[Any]]
+) -> None:
+    """Add the boundaries of tasks with a pipeline to those that are known, each split once.
+
+    Args:
+        tasks: Tasks, with and without a pipeline.
+        known_boundaries: Known boundaries.
+        find_all: Returns the results of a function for several calls, like `run_in_children`.
+    """
+    missing = {_split_key(each): each for each in tasks if each.dims.pp > 1}
+    missing = {key: each for key, each in missing.items() if key not in known_boundaries}
+    found = find_all(find_task_boundaries, [(each,) for each in missing.values()])
+    known_boundaries |= {key: each for key, each in zip(missing, found, strict=True) if each is not None}
+
+
+def _run_in_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the results of a function for several calls, which run one after another."""
+    return [function(*each) for each in calls]
+
+
+def _split_key(task: ForecastTask) -> tuple[Any, ...]:
+    layout = task.recipe.layout
+    return layout.pp, layout.schedule, layout.pp_split
 
 
 def _peak_candidates(task: ForecastTask) -> list[int]:
@@ -93,6 +192,10 @@ class _ShortTasks:
         """Return the axes that have layers of a pipeline rank."""
         return [axis for axis, repeat in enumerate(self.plan.repeats_of_rank(rank)) if repeat is not None]
 
+    def derive_boundaries(self, boundaries: StageBoundaries, number: int) -> StageBoundaries | None:
+        """Return the stage boundaries of a task from those of the first one; None if they have to be discovered."""
+        return derive_boundaries(boundaries, self.plan, self.extra_periods[0], self.extra_periods[number])
+
 
 def _make_short_tasks(task: ForecastTask, directory: Path, validate_extrapolation: bool) -> _ShortTasks | None:
     plan = plan_shortening(task, model_count=3 if validate_extrapolation else 2)
@@ -111,13 +214,29 @@ class _RankForecaster:
     """The ranks of a task, which run in order because each needs the shapes that the previous one sends."""
 
     def __init__(
-        self, task: ForecastTask, short_tasks: _ShortTasks | None, in_process: bool, known_boundaries: BoundariesBySplit
+        self,
+        task: ForecastTask,
+        short_tasks: _ShortTasks | None,
+        ranks: Sequence[int],
+        known_boundaries: BoundariesBySplit,
     ) -> None:
-        self._task, self._short_tasks, self._in_process = task, short_tasks, in_process
+        self._task, self._short_tasks, self._ranks = task, short_tasks, ranks
         self._input_slots = BoundaryCache().input_slots
         self._known_boundaries = known_boundaries
 
-    def run(self, ranks: Sequence[int]) -> list[RankForecast]:
+    def boundary_source(self) -> ForecastTask:
+        """Return the smallest task, from whose stage boundaries those of the others are derived if possible."""
+        return self._task_of_index(1 if 1 in self._used_indices() else 0)
+
+    def underived_tasks(self) -> list[ForecastTask]:
+        """Return the tasks whose stage boundaries cannot be derived, among those that run unless rejected."""
+        return [self._task_of_index(each) for each in self._used_indices() if self._boundaries_of(each) is None]
+
+    def _used_indices(self) -> list[int]:
+        """Return the indices of the tasks that run unless their extrapolation is rejected."""
+        return sorted({index for rank in self._ranks for index in self._task_indices(rank)})
+
+    def run(self) -> Flow[list[RankForecast]]:
         """Return the forecasts; a rank whose predecessor is left out receives what the second stage receives.
 
         If stages receive different numbers of values, no rank is left out.
@@ -127,71 +246,78 @@ class _RankForecaster:
         if layout.pp > 1 and stages > layout.pp:  # find what stages send as if each had a rank of its own
             task_index = 0 if self._short_tasks is None else 1
             for number in range(stages):
-                self._update_cache(
-                    task_index,
-                    self._run_calls(
-                        find_sent_shapes,
-                        [(self._task_of_index(task_index), stages, number, self._make_cache(task_index))],
-                    )[0],
-                )
+                args = self._task_of_index(task_index), stages, number, self._make_cache(task_index)
+                self._update_cache(task_index, (yield [(find_sent_shapes, args)])[0])
         forecasts: dict[int, RankForecast] = {}
-        for rank in ranks:
+        for rank in self._ranks:
             if rank > 1 and rank not in self._input_slots:
                 if self._have_equal_input_counts():
                     self._input_slots[rank] = self._input_slots[1]
                 else:
-                    forecasts |= {each: self._forecast_rank(each) for each in range(max(forecasts) + 1, rank)}
-            forecasts[rank] = self._forecast_rank(rank)
+                    for each in range(max(forecasts) + 1, rank):
+                        forecasts[each] = yield from self._forecast_rank(each)
+            forecasts[rank] = yield from self._forecast_rank(rank)
         return list(forecasts.values())
 
     def _have_equal_input_counts(self) -> bool:
         return all(len({len(slots) for slots in each.slots[1:]}) == 1 for each in self._known_boundaries.values())
 
-    def _forecast_rank(self, rank: int) -> RankForecast:
-        forecast = self._forecast_from_short_models(rank)
+    def _forecast_rank(self, rank: int) -> Flow[RankForecast]:
+        forecast = None
+        if self._task_indices(rank) != [0]:
+            forecast = yield from self._forecast_from_short_models(rank)
         if forecast is None:
-            forecast, cache = self._run_calls(run_rank, [(self._task, rank, self._make_cache(0))])[0]
-            self._update_cache(0, cache)
+            (forecast,) = yield from self._run_tasks(rank, [0])
         return forecast
 
-    def _forecast_from_short_models(self, rank: int) -> RankForecast | None:
+    def _task_indices(self, rank: int) -> list[int]:
+        """Return the tasks that run for a pipeline rank: the whole one, or the short ones."""
         short_tasks = self._short_tasks
         axes = short_tasks.axes_of_rank(rank) if short_tasks is not None else []
         if short_tasks is None or not axes:
-            return None
-        indices = [0, *(1 + axis for axis in axes), *range(1 + len(short_tasks.plan.axes), len(short_tasks.tasks))]
-        calls = [(short_tasks.tasks[each], rank, self._make_cache(1 + each)) for each in indices]
-        results = self._run_calls(run_rank, calls)
-        for each, (_, cache) in zip(indices, results, strict=True):
-            self._update_cache(1 + each, cache)
+            return [0]
+        return [1, *(2 + axis for axis in axes), *range(2 + len(short_tasks.plan.axes), 1 + len(short_tasks.tasks))]
+
+    def _forecast_from_short_models(self, rank: int) -> Flow[RankForecast | None]:
+        short_tasks = self._short_tasks
+        assert short_tasks is not None
+        indices = self._task_indices(rank)
+        forecasts = yield from self._run_tasks(rank, indices)
         short_forecasts = [
-            ShortModelForecast(forecast, short_tasks.plan.remaining_layers(short_tasks.extra_periods[each]))
-            for each, (forecast, _) in zip(indices, results, strict=True)
+            ShortModelForecast(forecast, short_tasks.plan.remaining_layers(short_tasks.extra_periods[each - 1]))
+            for each, forecast in zip(indices, forecasts, strict=True)
         ]
         repeats = [each for each in short_tasks.plan.repeats_of_rank(rank) if each is not None]
         longer_models, check_models = short_forecasts[1 : 1 + len(repeats)], short_forecasts[1 + len(repeats) :]
         forecast = extrapolate(repeats, short_forecasts[0], longer_models, check_models[0] if check_models else None)
         return None if forecast is None else replace(forecast, parameter_count=short_tasks.plan.parameter_count)
 
-    def _run_calls(self, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-        if not self._in_process:
-            return run_in_children(function, calls)
-        if self._task.dims.pp > 1:  # DTensor caches groups by mesh, and each rank has other groups
-            return run_in_children(function, calls, max_processes=1)
-        return [function(*each) for each in calls]
+    def _run_tasks(self, rank: int, indices: Sequence[int]) -> Flow[list[RankForecast]]:
+        tasks = [(self._task_of_index(each), self._make_cache(each)) for each in indices]
+        (results,) = yield [(run_rank_tasks, (tasks, rank))]
+        for each, (_, cache) in zip(indices, results, strict=True):
+            self._update_cache(each, cache)
+        return [forecast for forecast, _ in results]
 
     def _task_of_index(self, task_index: int) -> ForecastTask:
         """Return the whole task for index 0, and the short tasks from index 1."""
         return self._task if task_index == 0 or self._short_tasks is None else self._short_tasks.tasks[task_index - 1]
 
-    def _split_key(self, task_index: int) -> tuple[Any, ...]:
-        layout = self._task_of_index(task_index).recipe.layout
-        return layout.pp, layout.schedule, layout.pp_split
+    def _boundaries_of(self, task_index: int) -> StageBoundaries | None:
+        """Return the stage boundaries of a task, derived if possible; None if they are unknown."""
+        key = _split_key(self._task_of_index(task_index))
+        source = self._known_boundaries.get(_split_key(self._task_of_index(1))) if task_index > 1 else None
+        if key not in self._known_boundaries and source is not None:
+            assert self._short_tasks is not None
+            derived = self._short_tasks.derive_boundaries(source, task_index - 1)
+            if derived is not None:
+                self._known_boundaries[key] = derived
+        return self._known_boundaries.get(key)
 
     def _make_cache(self, task_index: int) -> BoundaryCache:
-        return BoundaryCache(self._known_boundaries.get(self._split_key(task_index)), self._input_slots)
+        return BoundaryCache(self._boundaries_of(task_index), dict(self._input_slots))
 
     def _update_cache(self, task_index: int, cache: BoundaryCache) -> None:
         if cache.stage_boundaries is not None:
-            self._known_boundaries[self._split_key(task_index)] = cache.stage_boundaries
+            self._known_boundaries[_split_key(self._task_of_index(task_index))] = cache.stage_boundaries
         self._input_slots = {**self._input_slots, **cache.input_slots}

@@ -13,6 +13,7 @@ from ckptx.runtime.forecasting.task import ForecastTask
 from ckptx.runtime.forecasting.timeline import classify_storage
 from ckptx.runtime.memory.reserve import CONTEXT_BYTES, FRAGMENTATION_FRACTION, reserve_bytes
 from ckptx.runtime.memory.storage_ledger import KINDS, StorageLifetime
+from ckptx.wording import first_of
 
 _GIB = 2**30
 
@@ -55,22 +56,27 @@ def build_report(
         gpu_memory=memory,
         reserved=reserve_bytes(peak),
         fits=fits,
-        other_precision=None if other is None else _other_precision_row(*other, memory),
+        other_precision=(
+            None if other is None else _other_precision_row(other[0], max(each.peak for each in other[1]), memory)
+        ),
         flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
         recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
         assumptions=list_assumptions(
-            task, task.dims.tp, ranks[0].missing_inputs, any(each.omitted_layers for each in ranks)
+            task,
+            task.dims.tp,
+            ranks[0].missing_inputs,
+            any(each.omitted_layers for each in ranks),
+            has_sharded_logits=any(each.has_sharded_logits for each in ranks),
         ),
     )
 
 
-def _other_precision_row(task: ForecastTask, ranks: Sequence[RankForecast], memory: int | None) -> dict[str, Any]:
-    peak = max(each.peak for each in ranks)
+def _other_precision_row(task: ForecastTask, peak: int, memory: int | None) -> dict[str, Any]:
     layout = task.recipe.layout
     return {
         "dtype": task.recipe.model.dtype,
         "param_dtype": layout.param_dtype,
-        "reduce_dtype": layout.reduce_dtype,
+        "reduce_dtype": layout.reduction_dtype,
         "peak": peak,
         "reserved": reserve_bytes(peak),
         "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
@@ -111,6 +117,7 @@ def _storage_row(lifetime: StorageLifetime) -> dict[str, Any]:
         "kind": classify_storage(lifetime),
         "op": lifetime.operation,
         "module": lifetime.alloc_phase.module,
+        "parameter": lifetime.parameter or None,
         "phase": lifetime.alloc_phase.name,
         "microbatch": lifetime.alloc_phase.pass_index,
         "is_recomputed": lifetime.alloc_phase.is_recompute,
@@ -119,8 +126,16 @@ def _storage_row(lifetime: StorageLifetime) -> dict[str, Any]:
     }
 
 
-def build_search_report(space: SearchSpace, result: SearchResult) -> SearchReport:
-    """Return the report of a layout search."""
+def build_search_report(
+    space: SearchSpace, result: SearchResult, other: tuple[ForecastTask, int] | None = None
+) -> SearchReport:
+    """Return the report of a layout search.
+
+    Args:
+        space: Search that was run.
+        result: Its result.
+        other: The step in the other usual precision, and its peak in bytes; None for none.
+    """
     task, mesh_results = space.task, result.mesh_results
     best = [each.best for each in mesh_results if each.best is not None]
     missing = best[0].missing_inputs if best else ()
@@ -153,6 +168,7 @@ def build_search_report(space: SearchSpace, result: SearchResult) -> SearchRepor
             for each in mesh_results
             if each.refusal_reason
         ],
+        other_precision=None if other is None else _other_precision_row(*other, space.memory),
         evaluated_steps=sum(each.candidate_count for each in mesh_results),
         assumptions=assumptions,
     )
@@ -187,13 +203,32 @@ def _settings(task: ForecastTask) -> dict[str, Any]:
         "images": task.images,
         "dtype": task.recipe.model.dtype,
         "param_dtype": layout.param_dtype,
-        "reduce_dtype": layout.reduce_dtype,
+        "reduce_dtype": layout.reduction_dtype,
         "optimizer": task.optimizer,
         "loss": task.loss,
     }
 
 
-def list_assumptions(task: ForecastTask, tp: int | None, missing: Sequence[str], is_extrapolated: bool) -> list[str]:
+def gathered_notes(ranks: Sequence[RankForecast]) -> list[str]:
+    """Return a note on the modules that do not run on their TP shards; empty if there are none."""
+    patterns = list(dict.fromkeys(pattern for rank in ranks for pattern in rank.gathered_modules))
+    if not patterns:
+        return []
+    note = (
+        f"modules run with gathered parameters: {first_of(patterns)}; their activations and communication are forecast "
+        "for whole weights, and a trainer that runs them on their shards takes less memory"
+    )
+    return [note]
+
+
+def list_assumptions(
+    task: ForecastTask,
+    tp: int | None,
+    missing: Sequence[str],
+    is_extrapolated: bool,
+    *,
+    has_sharded_logits: bool = True,
+) -> list[str]:
     """Return the assumptions behind the numbers of a task.
 
     Args:
@@ -201,15 +236,22 @@ def list_assumptions(task: ForecastTask, tp: int | None, missing: Sequence[str],
         tp: Number of TP ranks; None for a search of several.
         missing: Kinds of input that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
+        has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary under TP.
     """
     loss = {
         "sharded": "the loss is computed in float32"
-        + ("" if tp == 1 else ", on logits that stay sharded over the vocabulary under TP"),
+        + (
+            ""
+            if tp == 1
+            else ", under TP on sharded logits: each rank has its part of the vocabulary"
+            if has_sharded_logits
+            else ", under TP on full logits, because the head is not sharded or gathers its output"
+        ),
         "full": "the loss is computed as in transformers: on full logits, in float32",
         "none": "no loss: the logits are summed",
     }[task.loss]
     assumptions = [
-        "bytes of tensors, on the first rank of each stage, which has the largest shards",
+        "the forecast counts the bytes of tensors on the first rank of each stage, which has the largest shards",
         loss,
         (
             "assumes fused SDPA (no attention-score matrix) wherever transformers selects sdpa; CUDA kernels that fall "
@@ -221,8 +263,9 @@ def list_assumptions(task: ForecastTask, tp: int | None, missing: Sequence[str],
         ),
     ]
     if task.optimizer in ("adam", "adamw"):
-        reason = "" if tp == 1 else ", as TP requires"
-        assumptions.append(f"the optimizer updates one tensor at a time (foreach=False){reason}")
+        assumptions.append(
+            "the optimizer updates one tensor at a time (foreach=False); foreach=True needs more memory for temporaries"
+        )
     if is_extrapolated:
         assumptions.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:

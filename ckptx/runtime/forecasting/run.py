@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.stages import StageMap
+from ckptx.mapping.names import pattern_of
 from ckptx.runtime.forecasting.counting import Work, WorkCounter, sum_work
 from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.forecasting.pipeline import IsolatedPipeline, StageInputSlots
@@ -24,12 +25,17 @@ from ckptx.runtime.forecasting.timeline import MemoryTimeline, build_timeline
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, StorageLedger
 from ckptx.runtime.model.build import allocate_storage, build_model
-from ckptx.runtime.model.layers import layer_groups
+from ckptx.runtime.model.layers import canonical_name, layer_groups
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
-from ckptx.runtime.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from ckptx.runtime.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    clear_sharding_caches,
+)
 from ckptx.runtime.training.rank_model import RankModel, build_rank_model_on_meta
 
 
@@ -70,6 +76,8 @@ class RankForecast:
         wrapped_layers: Number of layers that recompute activations.
         input_bytes: Bytes of the inputs of a microbatch.
         omitted_layers: Number of repeated layers that did not run.
+        gathered_modules: Name patterns of the modules whose TP shards are gathered around their forward pass.
+        has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary.
     """
 
     architecture: str
@@ -81,6 +89,8 @@ class RankForecast:
     wrapped_layers: int
     input_bytes: int = 0
     omitted_layers: int = 0
+    gathered_modules: tuple[str, ...] = ()
+    has_sharded_logits: bool = False
 
     @property
     def peak(self) -> int:
@@ -106,34 +116,62 @@ def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tu
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
     """
+    return run_rank_tasks([(task, cache)], pipeline_rank)[0]
+
+
+def run_rank_tasks(
+    tasks: Sequence[tuple[ForecastTask, BoundaryCache]], pipeline_rank: int
+) -> list[tuple[RankForecast, BoundaryCache]]:
+    """Return what `run_rank` returns, for several tasks with the same mesh, which run one after another.
+
+    They share a process group and a mesh, so that DTensor determines the sharding of results only once.
+    """
+    with _fake_rank(tasks[0][0], pipeline_rank) as rank_context:
+        return [(_run_task(task, rank_context, cache), cache) for task, cache in tasks]
+
+
+def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCache) -> RankForecast:
     whole_model = build_model(task.source, trust_remote_code=task.recipe.model.trust_remote_code)
     parameters = sum(each.numel() for each in whole_model.parameters())
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
     inputs = make_step_inputs(task, config)
-    with _build_rank_model(task, pipeline_rank, cache) as rank_model:
-        ledger, work_counter = StorageLedger(), WorkCounter()
+    rank_model = _build_rank_model(task, rank_context, cache)
+    ledger, work_counter = StorageLedger(), WorkCounter()
 
-        def on_operation(*operation: Any) -> None:
-            ledger.record_operation(*operation)
-            work_counter.record_operation(ledger.current_phase, *operation)
+    def on_operation(*operation: Any) -> None:
+        ledger.record_operation(*operation)
+        work_counter.record_operation(ledger.current_phase, *operation)
 
-        with _run_on_shapes(rank_model, on_operation), ledger.watch(rank_model.models):
-            begin, end = _run_step(rank_model, task, inputs, ledger, work_counter, cache.input_slots)
-            layer_names = [
-                layer.name for model in rank_model.models for group in layer_groups(model).values() for layer in group
-            ]
-            timeline = build_timeline(ledger.events[:end], begin, layer_names)
-        forecast = RankForecast(
-            architecture=str(config["architectures"][0]),
-            parameter_count=parameters,
-            missing_inputs=inputs.missing,
-            stages=tuple(rank_model.stages),
-            timeline=timeline,
-            work_by_pass=work_counter.work_by_pass,
-            wrapped_layers=rank_model.wrapped_layers,
-            input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
-        )
-        return forecast, cache
+    with _run_on_shapes(rank_model, on_operation), ledger.watch(rank_model.models):
+        begin, end = _run_step(rank_model, task, inputs, ledger, work_counter, cache.input_slots)
+        layer_names = [
+            layer.name for model in rank_model.models for group in layer_groups(model).values() for layer in group
+        ]
+        timeline = build_timeline(ledger.events[:end], begin, layer_names)
+    layout = rank_model.layout
+    return RankForecast(
+        architecture=str(config["architectures"][0]),
+        parameter_count=parameters,
+        missing_inputs=inputs.missing,
+        stages=tuple(rank_model.stages),
+        timeline=timeline,
+        work_by_pass=work_counter.work_by_pass,
+        wrapped_layers=rank_model.checkpointed_layer_count,
+        input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
+        gathered_modules=() if layout is None else tuple(dict.fromkeys(map(pattern_of, layout.gathered_modules))),
+        has_sharded_logits=layout is not None and bool(layout.sharded_head),
+    )
+
+
+def find_task_boundaries(task: ForecastTask) -> StageBoundaries | None:
+    """Return the stage boundaries of a task; None if there are none, in which case `run_rank` raises the reason."""
+    cache = BoundaryCache()
+    try:
+        with _fake_rank(task, 0) as rank_context:
+            _build_rank_model(task, rank_context, cache)
+    except CkptxError:
+        return None
+    return cache.stage_boundaries
 
 
 def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: BoundaryCache) -> BoundaryCache:
@@ -150,7 +188,8 @@ def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: Bounda
     """
     layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
     task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
-    with _build_rank_model(task, number, cache) as rank_model:
+    with _fake_rank(task, number) as rank_context:
+        rank_model = _build_rank_model(task, rank_context, cache)
         model = rank_model.models[0]
         inputs = make_step_inputs(task, {**model.config.to_dict(), "architectures": model.config.architectures})
         with _run_on_shapes(rank_model, lambda *_: None):
@@ -162,14 +201,20 @@ def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: Bounda
 
 
 @contextmanager
-def _build_rank_model(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> Iterator[RankModel]:
-    """Parallelize the model of a rank, without storage."""
+def _fake_rank(task: ForecastTask, pipeline_rank: int) -> Iterator[RankContext]:
+    """Make this process the first rank of a pipeline rank, within the block."""
+    clear_sharding_caches()  # they refer to the mesh of an earlier process group
     with (
         fake_process_group(pipeline_rank * task.dims.ranks_per_stage, task.dims.world_size) as rank_context,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # torch warns about groups of one rank; real problems raise errors
-        yield build_rank_model_on_meta(task.recipe, task.source, rank_context, find_boundaries=cache.find_boundaries)
+        yield rank_context
+
+
+def _build_rank_model(task: ForecastTask, rank_context: RankContext, cache: BoundaryCache) -> RankModel:
+    """Return the parallelized model of a rank, without storage."""
+    return build_rank_model_on_meta(task.recipe, task.source, rank_context, find_boundaries=cache.find_boundaries)
 
 
 @contextmanager
@@ -202,11 +247,14 @@ def _run_step(
     """
     for model in rank_model.models:
         allocate_storage(model, torch.device("cpu"))
-        ledger.label([*model.parameters(), *model.buffers()], PARAMETERS)
-    parameters = [each for _, each in rank_model.parameters()]
-    optimizer = make_step_optimizer(task, parameters)
+        for name, buffer in model.named_buffers():
+            ledger.label([buffer], PARAMETERS, canonical_name(name))
+    names = {parameter: name for name, parameter in rank_model.parameters()}
+    for parameter, name in names.items():
+        ledger.label([parameter], PARAMETERS, name)
+    optimizer = make_step_optimizer(task, [*names])
     if optimizer is not None:
-        _create_optimizer_state(optimizer, ledger)
+        _create_optimizer_state(optimizer, names, ledger)
     if rank_model.pipeline_plan is not None:
         rank_model.pipeline = _make_pipeline(rank_model, input_slots, ledger)
         rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
@@ -217,8 +265,16 @@ def _run_step(
     return begin, len(ledger.events)
 
 
-def _create_optimizer_state(optimizer: torch.optim.Optimizer, ledger: StorageLedger) -> None:
-    """Create the optimizer state as the first step does; parameters without a gradient in the step lose it again."""
+def _create_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], ledger: StorageLedger
+) -> None:
+    """Create the optimizer state as the first step does; parameters without a gradient in the step lose it again.
+
+    Args:
+        optimizer: Optimizer of the step.
+        names: Parameter -> name.
+        ledger: Ledger in which the state is labeled.
+    """
     trained = optimizer.param_groups[0]["params"]
     for each in trained:
         each.grad = torch.empty_like(each)
@@ -234,7 +290,7 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer, ledger: StorageLed
                 ledger.exclude(state_of(each))
 
     for each in trained:
-        ledger.label(state_of(each), OPTIMIZER)
+        ledger.label(state_of(each), OPTIMIZER, names[each])
     optimizer.register_step_pre_hook(exclude_idle_state)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.fork import run_in_children
 from ckptx.runtime.forecasting.ranks import BoundariesBySplit, forecast_ranks
 from ckptx.runtime.forecasting.run import RankForecast
-from ckptx.runtime.forecasting.task import ForecastTask
+from ckptx.runtime.forecasting.task import ForecastTask, with_other_precision
 from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ckptx.runtime.model.build import build_model
@@ -127,6 +127,7 @@ class MeshResult:
         dims: Mesh that was searched.
         best: Best candidate; None if none fits.
         min_peak: Lowest peak in bytes of the candidates, or a lower bound if none was run.
+        smallest_task: Step with `min_peak`, if no candidate fits; None if that is a lower bound.
         refusal_reason: Reason why the mesh is impossible; empty if it is not.
         candidate_count: Number of candidates that were run.
     """
@@ -134,6 +135,7 @@ class MeshResult:
     dims: ParallelDims
     best: Candidate | None = None
     min_peak: int = 0
+    smallest_task: ForecastTask | None = None
     refusal_reason: str = ""
     candidate_count: int = 0
 
@@ -153,8 +155,12 @@ class SearchResult:
     mesh_results: tuple[MeshResult, ...]
 
 
-def search(space: SearchSpace) -> SearchResult:
+def search(space: SearchSpace, on_step: Callable[[str], None] = lambda _: None) -> SearchResult:
     """Return the results of all meshes, several of which are searched at once.
+
+    Args:
+        space: Search to run.
+        on_step: Called with the text of each step, to show progress.
 
     Raises:
         UsageError: No mesh has the given dimensions.
@@ -168,10 +174,16 @@ def search(space: SearchSpace) -> SearchResult:
     for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
         mesh_groups.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
     calls = [(space, each, parameter_count) for _, each in sorted(mesh_groups.items(), reverse=True)]
-    results = [each for found in run_in_children(search_meshes, calls) for each in found]
+
+    def show_progress(ended: Collection[int]) -> None:
+        count = sum(len(calls[number][1]) for number in ended)
+        on_step(f"searching layouts, {count} of {len(meshes)} done")
+
+    results = [each for found in run_in_children(search_meshes, calls, on_wait=show_progress) for each in found]
     fitting = sorted((each for each in results if each.best is not None), key=_best_sort_key)
     other_results = [each for each in results if each.best is None]
     for number, result in enumerate(fitting[:_MAX_CONFIRMED]):
+        on_step("forecasting every rank of the best layout")
         fitting[number] = confirm(result, space.memory)
         if fitting[number].best is not None:
             break
@@ -206,7 +218,8 @@ def _search_mesh(
         return MeshResult(
             dims, refusal_reason="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
         )
-    smallest, candidate_count = math.inf, 0
+    smallest: Candidate | None = None
+    candidate_count = 0
     for mode in (fixed.mode,) if fixed.mode is not None else MODES:
         best = None
         for count in counts:  # in descending order: more microbatches take less memory
@@ -221,7 +234,7 @@ def _search_mesh(
             except CkptxError as error:
                 return MeshResult(dims, refusal_reason=str(error), candidate_count=candidate_count)
             candidate_count += 1
-            smallest = min(smallest, candidate.peak)
+            smallest = candidate if smallest is None or candidate.peak < smallest.peak else smallest
             _logger.info("%s, %s, %d microbatches: %d bytes", dims, mode, count, candidate.peak)
             if not candidate.fits(space.memory):
                 break
@@ -230,15 +243,39 @@ def _search_mesh(
                 break  # without FSDP nothing is gathered, so fewer microbatches would not send less
         if best is not None:
             return MeshResult(dims, best, best.peak, candidate_count=candidate_count)
-    return MeshResult(dims, min_peak=int(smallest), candidate_count=candidate_count)
+    assert smallest is not None  # a mode and a number of microbatches were evaluated
+    return MeshResult(dims, min_peak=smallest.peak, smallest_task=smallest.task, candidate_count=candidate_count)
 
 
 def confirm(result: MeshResult, memory: int) -> MeshResult:
     """Forecast the best candidate with every stage and validated extrapolation; drop it if it does not fit."""
     assert result.best is not None
     best = replace(_forecast_candidate(result.best.task), is_fully_evaluated=True)
-    candidate_count = result.candidate_count + 1
-    return MeshResult(result.dims, best if best.fits(memory) else None, best.peak, candidate_count=candidate_count)
+    fits = best.fits(memory)
+    return MeshResult(
+        result.dims, best if fits else None, best.peak, smallest_task=None if fits else best.task,
+        candidate_count=result.candidate_count + 1,
+    )  # fmt: skip
+
+
+def forecast_other_precision(space: SearchSpace, result: SearchResult) -> tuple[ForecastTask, int] | None:
+    """Forecast the best layout in the other usual precision; if none fits, the one with the smallest peak.
+
+    Returns:
+        The step, and its peak in bytes: a lower bound if `result` has only lower bounds. None if no layout is
+        supported.
+    """
+    best = result.mesh_results[0].best
+    too_large = [each for each in result.mesh_results if not each.refusal_reason]
+    if not too_large:
+        return None
+    smallest = min(too_large, key=lambda each: each.min_peak)
+    task = smallest.smallest_task if best is None else best.task
+    if task is None:
+        other_task = with_other_precision(space.task)
+        return other_task, min_peak_bytes(other_task, result.parameter_count, smallest.dims)
+    other_task = with_other_precision(task)
+    return other_task, _forecast_candidate(other_task, peak_ranks_only=True, validate_extrapolation=False).peak
 
 
 def _forecast_candidate(task: ForecastTask, **options: Any) -> Candidate:

@@ -75,9 +75,10 @@ class StepSpec:
         num_items = loss_divisor(labels, rank_model.mesh)
 
         def loss(output: Any, index: int) -> Tensor:
-            return _compute_step_loss(
-                logits_or_hidden_states(rank_model.models[-1], output), labels[index], num_items, self.task.loss
-            )
+            with ledger.loss():
+                return _compute_step_loss(
+                    logits_or_hidden_states(rank_model.models[-1], output), labels[index], num_items, self.task.loss
+                )
 
         if rank_model.pipeline is not None and rank_model.pipeline_plan is not None:
             count = rank_model.pipeline_plan.microbatches
@@ -93,7 +94,7 @@ class StepSpec:
 
 def make_step_inputs(task: ForecastTask, config: Mapping[str, Any]) -> Inputs:
     """Return the inputs of one microbatch, for a model with this config."""
-    return make_inputs(config, batch_size=task.microbatch, min_tokens=task.seq, images=task.images)
+    return make_inputs(config, batch_size=task.microbatch, min_tokens=task.seq, inserts_per_sequence=task.images)
 
 
 def make_step_batches(task: ForecastTask, inputs: Inputs) -> list[dict[str, Tensor]]:

@@ -124,7 +124,7 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
                 tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate, pp_split=pp_split,
                 tp_plan=tp_plan, schedule=schedule, activation_checkpointing=cast(Any, recomputed),
                 ac_scope=cast(Any, ac_scope), param_dtype=cast(Any, DTYPES.get(param_dtype or "")),
-                reduce_dtype=cast(Any, DTYPES.get(options.reduce_dtype or param_dtype or "")),
+                reduce_dtype=cast(Any, DTYPES.get(options.reduce_dtype or "")),
             ),
         ),
         source=source, seq=options.seq, images=options.images, loss=options.loss, optimizer=options.optimizer,

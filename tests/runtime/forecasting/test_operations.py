@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ckptx.options.forecast import ForecastOptions
+from ckptx.processes.fork import run_in_child
 from ckptx.runtime.forecasting.fake_process_group import fake_process_group
+from ckptx.runtime.forecasting.ranks import forecast_ranks
+from ckptx.runtime.forecasting.run import RankForecast
+from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
+from ckptx.runtime.forecasting.timeline import classify_storage
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
-from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, StorageLedger
-from tests.support.measured_steps import forecast_in_this_process, task_of, write_config
+from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, PIPELINE_P2P, StorageLedger
+from tests.support.measured_steps import SEQ, forecast_in_this_process, task_of, write_config
 
 _LARGE = (1024, 2048)
 _NBYTES = 1024 * 2048 * 4
@@ -69,6 +76,23 @@ def test_what_ranks_agree_on_is_what_this_one_says() -> None:
     assert found == ["a state"] * 4
 
 
+@pytest.mark.parametrize(
+    ("schedule", "exchanges"),
+    [
+        ("gpipe", 1),
+        ("interleaved1f1b", 3),  # one rank: from 0 to 1, from 1 to 2, from 2 to 3
+    ],
+)
+def test_stages_keep_what_they_exchange_until_the_step_ends(schedule: str, exchanges: int, tmp_path: Path) -> None:
+    """Each sent or received activation and gradient, as the works of sends are kept, and receive buffers always."""
+    microbatches, payload = 4, SEQ * 256 * 4
+    task = task_of(write_config("llama", tmp_path), "pp2", "full", schedule=schedule, microbatches=microbatches)
+    number = KINDS.index(PIPELINE_P2P)
+    for rank in forecast_in_this_process(task):
+        last = [each for each in rank.timeline.segments if each.phase == "backward"][-1]
+        assert last.peak_bytes[number] == pytest.approx(2 * exchanges * microbatches * payload, rel=1e-3)
+
+
 def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     """A tower that rows of text do not reach: neither moments nor counts of steps, which the optimizer makes late."""
     model = forecast_in_this_process(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
@@ -78,3 +102,96 @@ def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     tower = between[PARAMETERS] - state[PARAMETERS]
     assert tower > 0
     assert between[OPTIMIZER] == pytest.approx(state[OPTIMIZER], rel=1e-3)  # biases of its attention
+
+
+def _operations(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Results of one and of several tensors, of lists, of real and fake arguments, and of values."""
+    weight = torch.empty(x.shape[-1], dtype=x.dtype)
+    values, places = x.topk(2, -1)
+    parts = x.split(x.shape[-1] // 2, -1)
+    return [
+        x @ x.t(), torch.cat([x, x.t().reshape(x.shape)], 0), torch.stack([x, x]), values, places, *parts,
+        *torch.native_layer_norm(x, [x.shape[-1]], weight, weight, 1e-5), torch.where(mask, x, 0.0), x[mask], x.t() + 1,
+        torch.ops._c10d_functional.all_gather_into_tensor(x, 2, "0"), x.masked_fill(mask, 1.0), x.sum(-1), x[:, 1:] * 2,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 6), (16, 32)])
+def test_known_layouts_are_those_that_torch_computes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """A second run takes layouts from the first, and allocates the same storages."""
+    runs = []
+    with fake_process_group(0, 2):
+        for _ in range(2):
+            ledger = StorageLedger()
+            with ShapeTensors(ledger.record_operation):
+                mask = torch.zeros(shape, dtype=torch.bool)
+                mask[0] = True
+                found = [
+                    (
+                        tuple(each.shape),
+                        each.stride(),
+                        each.dtype,
+                        each.storage_offset(),
+                        each.untyped_storage().nbytes(),
+                    )
+                    for each in _operations(torch.empty(shape, dtype=dtype), mask)
+                ]
+            runs.append((found, [(life.nbytes, life.operation, is_birth) for life, is_birth in ledger.events]))
+    assert runs[0] == runs[1]
+
+
+def test_the_number_of_chosen_rows_is_that_of_the_mask() -> None:
+    """Masks of one shape choose different numbers of elements, so that no layout is known from an earlier mask."""
+    with ShapeTensors():
+        x = torch.empty(8, 4096)
+        for count in (1, 3, 8):
+            mask = torch.arange(8) < count
+            assert x[mask].shape == (count, 4096)
+
+
+def test_ranks_run_one_after_another_in_this_process(tmp_path: Path) -> None:
+    """Each rank has process groups with other names, which DTensor must not take from its cache."""
+    options = ForecastOptions(write_config("llama", tmp_path), tp=2, pp=2, seq=256, dtype="fp32")
+    task = task_from_options(Path(options.model), options, 2)
+    here = forecast_ranks(task, all_layers=True, in_process=True)
+    assert [each.stages for each in here] == [(0,), (1,)]
+    assert facts(here) == facts(forecast_ranks(task, all_layers=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("dtypes", [{}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}], ids=["fp32", "mixed"])
+def test_a_second_run_in_a_process_says_the_same(options: Any, dtypes: Any, tmp_path: Path) -> None:
+    """To the byte: nothing of the mesh and the tensors of an earlier run counts."""
+    made = ForecastOptions(write_config("llama", tmp_path), seq=256, dtype="fp32", **options, **dtypes)
+    task = task_from_options(Path(made.model), made, made.dims.pp)
+    first, second = (run_in_child(forecast_times, task, times) for times in (1, 2))
+    assert first == second
+
+
+def forecast_times(task: ForecastTask, times: int) -> list[Any]:
+    """Forecast a task several times in this process, and return the facts of the last."""
+    for _ in range(times):
+        found = facts(forecast_in_this_process(task))
+    return found
+
+
+def facts(ranks: list[RankForecast]) -> list[Any]:
+    """Return what a forecast says of each rank, in numbers."""
+    return [
+        (
+            [(each.phase, each.pass_index, each.peak_bytes, each.end_bytes) for each in rank.timeline.segments],
+            rank.timeline.between_steps,
+            rank.work_by_pass,
+        )
+        for rank in ranks
+    ]
+
+
+def test_tensors_name_their_parameter_or_the_loss(tmp_path: Path) -> None:
+    (rank,) = forecast_in_this_process(task_of(write_config("llama", tmp_path), "dp1", "none"))
+    segment = rank.timeline.peak_segment
+    assert segment.peak_storage is not None and segment.peak_storage.alloc_phase.module == "loss"
+    found = {(classify_storage(each), each.parameter) for each in segment.largest_storages}
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    assert found == {(kind, name) for kind in (PARAMETERS, OPTIMIZER) for name in names}

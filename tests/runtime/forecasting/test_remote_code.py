@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tests.support.remote_model import write_remote_model
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -38,3 +38,25 @@ def test_its_stages_hold_all_of_its_parameters(model: Path, options: dict[str, o
     rows = report.by_pipeline_rank
     assert len(rows) == ranks
     assert sum(row["by_kind"]["parameters"] for row in rows) == 4 * parameters
+
+
+PLAN = {"model.layers.*.q_proj": "colwise", "model.layers.*.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
+
+
+def test_modules_that_a_plan_shards_are_noted_as_gathered(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    report = ckptx.forecast(model, seq=16, tp=2, tp_plan=tmp_path / "plan.json", trust_remote_code=True)
+    (note,) = [each for each in report.notes if each.startswith("modules run with gathered parameters")]
+    assert "model.layers.*.q_proj" in note
+    text = "\n".join(report.assumptions)
+    assert "its part of the vocabulary" not in text and "under TP on full logits" in text
+
+
+def test_a_known_class_runs_on_its_shards(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = ckptx.forecast(tmp_path, seq=16, tp=2)
+    assert not report.notes and any("its part of the vocabulary" in each for each in report.assumptions)

@@ -57,7 +57,7 @@ def step(source: Path, rows: int, seq: int = 64) -> ForecastTask:
 @pytest.mark.parametrize(("tp", "is_named"), [(1, False), (2, True), (None, True)])
 def test_assumptions_name_tp_only_with_tp(source: Path, tp: int | None, is_named: bool) -> None:
     text = "\n".join(list_assumptions(step(source, 8), tp, (), False))
-    assert ("as TP requires" in text, "under TP" in text) == (is_named, is_named)
+    assert ("under TP" in text) is is_named
     assert "computed in float32" in text and "foreach=False" in text
 
 
@@ -176,6 +176,39 @@ def test_what_is_found_is_what_a_forecast_says(source: Path) -> None:
     seen = [each["layout"] for each in (*found.layouts, *found.layouts_too_large, *found.unsupported_layouts)]
     assert sorted(tuple(each.values()) for each in seen) == [(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)]
     assert all(each["peak"] + reserve_bytes(each["peak"]) > memory for each in found.layouts_too_large)
+
+
+@pytest.mark.parametrize("memory", ["80GB", "1.6GiB", "1MiB"])
+def test_the_other_precision_is_a_forecast_of_the_same_layout(memory: str, source: Path) -> None:
+    """80GB: all layouts fit. 1.6GiB: none fits, all are evaluated. 1MiB: all are refused by their parameters."""
+    options: dict[str, Any] = {"search": True, "gpus": 2, "gpu_memory": memory, "seq": 4096, "tp": 2}
+    found = ckptx.forecast(source, **options)
+    assert isinstance(found, SearchReport) and found.other_precision is not None
+    other = found.other_precision
+    assert found.ok == (memory == "80GB")
+    assert (other["dtype"], other["param_dtype"], other["reduce_dtype"]) == ("float32", "bfloat16", "float32")
+    assert other["fits"] == (other["peak"] + other["reserved"] <= found.gpu_memory)
+    if memory == "1MiB":
+        assert other["peak"] == found.parameters // 2 * 4 * 4
+    else:
+        row = found.layouts[0] if found.ok else None
+        mode, batch, microbatches = ("full", 2, 2)
+        if row is not None:
+            mode, microbatches = row["activation_checkpointing"], row["microbatches"]
+            batch = microbatches * row["sequences_per_microbatch"]
+        one = forecast(
+            source, tp=2, batch=batch, microbatches=microbatches, activation_checkpointing=mode, seq=4096,
+            dtype="fp32", param_dtype="bf16", reduce_dtype="fp32",
+        )  # fmt: skip
+        assert isinstance(one, ForecastReport) and other["peak"] == one.by_pipeline_rank[0]["peak"]
+    for chosen in ({"dtype": "bf16"}, {"param_dtype": "bf16"}) if memory == "1MiB" else ():
+        chosen_report = ckptx.forecast(source, **options, **chosen)
+        assert isinstance(chosen_report, SearchReport) and chosen_report.other_precision is None
+
+
+def test_no_supported_layout_has_no_other_precision(source: Path) -> None:
+    found = ckptx.forecast(source, search=True, gpus=16, gpu_memory="80GB", seq=64, tp=16, pp=1)
+    assert isinstance(found, SearchReport) and found.unsupported_layouts and found.other_precision is None
 
 
 @pytest.mark.slow

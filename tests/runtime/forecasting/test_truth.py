@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from ckptx.runtime.forecasting.run import RankForecast
+from ckptx.runtime.parallel.pipeline.schedules import SCHEDULES, can_split_backward
 from tests.support.measured_steps import (
     CONFIGS,
+    DEEP_CONFIGS,
     LAYOUTS,
     MODES,
+    PIPELINE_LAYOUTS,
     MeasuredMemory,
     forecast_in_this_process,
     measure_in_this_process,
@@ -45,7 +48,7 @@ def hold(forecast: RankForecast, measured: MeasuredMemory, close: float = _CLOSE
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of configs."""
     directory = tmp_path_factory.mktemp("configs")
-    return {model: write_config(model, directory) for model in CONFIGS}
+    return {model: write_config(model, directory) for model in (*CONFIGS, *DEEP_CONFIGS)}
 
 
 @pytest.mark.parametrize("mode", slow_but(MODES, ("none", "full")))
@@ -70,6 +73,32 @@ def test_ranks(model: str, layout: str, mode: str, sources: dict[str, Path], poo
     task = task_of(sources[model], layout, mode)
     for forecast, measured in zip(forecast_in_this_process(task), measure_stages(pool, task), strict=True):
         hold(forecast, measured, _CLOSE_CUT)
+
+
+@pytest.mark.parametrize(("model", "layout", "schedule", "microbatches", "mode"), slow_but(
+    [
+        (model, layout, schedule, microbatches, mode)
+        for model in DEEP_CONFIGS
+        for layout in PIPELINE_LAYOUTS
+        for schedule in SCHEDULES
+        for microbatches in (4, 8)
+        for mode in ("none", "full")
+        if (layout, schedule, microbatches) != ("pp4", "dualpipev", 4)  # which requires 8 microbatches
+    ],
+    [
+        ("llama-8-layers", "pp2", "interleaved1f1b", 4, "none"),
+        ("llama-8-layers", "pp2", "zbvzerobubble", 4, "none"),
+    ],
+))  # fmt: skip
+def test_schedules(
+    model: str, layout: str, schedule: str, microbatches: int, mode: str, sources: dict[str, Path], pool: GlooPool
+) -> None:
+    """A schedule keeps what it sends: each of these tensors is more than the tolerance."""
+    if SCHEDULES[schedule].splits_backward and not can_split_backward():
+        pytest.skip("this torch cannot run schedules that split the backward pass")
+    task = task_of(sources[model], layout, mode, schedule=schedule, microbatches=microbatches)
+    for forecast, measured in zip(forecast_in_this_process(task), measure_stages(pool, task), strict=True):
+        hold(forecast, measured, _CLOSE if mode == "none" else _CLOSE_CUT)
 
 
 @pytest.mark.slow
