@@ -60,7 +60,7 @@ class MemoryBudget:
         """Return the assignment to the fewest stages that stay within a limit, in bytes.
 
         Raises:
-            SpaceError: There is no such number; the message names the least limit.
+            SpaceError: No number of stages stays within the limit; the message names the memory that the model takes.
         """
         layers = sum(stack.count for stack in self.stacks)
         min_bytes: int | None = None
@@ -89,12 +89,12 @@ class MemoryBudget:
     @lazy_property
     def _named_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
         """Each parameter with all its names."""
-        names: dict[int, list[str]] = {}
-        found = {}
+        names_by_id: dict[int, list[str]] = {}
+        parameters_by_id = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(canonical_name(name))
-            found[id(parameter)] = parameter
-        return [(tuple(each), found[key]) for key, each in names.items()]
+            names_by_id.setdefault(id(parameter), []).append(canonical_name(name))
+            parameters_by_id[id(parameter)] = parameter
+        return [(tuple(names), parameters_by_id[key]) for key, names in names_by_id.items()]
 
     @lazy_property
     def whole_bytes(self) -> int:
@@ -118,7 +118,7 @@ class MemoryBudget:
         for tie in find_ties_across_stages(self.model, stages) if self.backward else ():
             parameter = next(each for names, each in self._named_parameters if tie.name in names)
             if len(tie.copies) == 2 and last in tie.copies:
-                shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # which is there once
+                shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # both stages share its storage
             else:
                 tied_gradient_bytes += _bytes_of(parameter) * _PASSES * len(self.batches)
         peaks = []

@@ -20,6 +20,7 @@ from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, b
 from ckptx.runtime.parallel.shards import find_local_shards
 from ckptx.runtime.parity import distances, noise
 from ckptx.runtime.parity.execution import StepResult
+from ckptx.wording import counted
 
 _NO_GRADIENT = "no gradient"
 
@@ -60,7 +61,7 @@ class RankParameter(NamedTuple):
     Attributes:
         name: Name in the whole model; copies of a tied parameter on several stages have one name.
         parameter: The local parameter: a plain tensor or a DTensor.
-        regions: Regions of the whole parameter that TP assigned to this rank; None if its DTensor tells them.
+        regions: Regions of the whole parameter that TP assigned to this rank; None if its placements show them.
     """
 
     name: str
@@ -87,8 +88,8 @@ class _GradientComparison(NamedTuple):
     Attributes:
         name: Name of the parameter.
         distance: Largest absolute difference.
-        limit: Tolerance of that difference.
-        size: Largest absolute value in the gradient of the reference.
+        tolerance: Tolerance of that difference.
+        reference_magnitude: Largest absolute value in the gradient of the reference.
         own_magnitude: Largest absolute value in the gradient of this rank.
         dtype: Dtype of both gradients.
         is_exact: True if both must be equal bit for bit.
@@ -97,8 +98,8 @@ class _GradientComparison(NamedTuple):
 
     name: str
     distance: float
-    limit: float
-    size: float
+    tolerance: float
+    reference_magnitude: float
     own_magnitude: float
     dtype: torch.dtype
     is_exact: bool
@@ -153,56 +154,56 @@ class Comparison:
         ]
         losses = [each for each, is_last in all_gather_object((result.loss, bool(result.logits))) if is_last]
         own_loss = sum(losses) / len(losses)
-        limit = 0.0 if self.is_exact else noise.NOISE_MULTIPLE * logits_noise
+        tolerance = 0.0 if self.is_exact else noise.NOISE_MULTIPLE * logits_noise
         # A mean can be equal in all draws by chance; its tolerance is at least the rounding of its last place.
         rounding = noise.rounding_tolerance(torch.float32, abs(loss))
-        loss_limit = 0.0 if self.is_exact else max(noise.NOISE_MULTIPLE * loss_noise, rounding)
+        loss_tolerance = 0.0 if self.is_exact else max(noise.NOISE_MULTIPLE * loss_noise, rounding)
         self.metrics |= {
             "max_abs": 0.0,
-            "max_abs_tolerance": limit,
+            "max_abs_tolerance": tolerance,
             "logits_std": distances.standard_deviation(reference_logits[first_batch]),
             "kl": 0.0,
             "cosine": 1.0,
             "loss": own_loss,
             "loss_reference": loss,
-            "loss_tolerance": loss_limit,
+            "loss_tolerance": loss_tolerance,
         }
-        for ours, theirs in zip(result.logits, reference_logits[first_batch:], strict=False):
-            self._compare_logits(ours, theirs, limit)
-        if not abs(own_loss - loss) <= loss_limit and not self.differences:
-            self._add_difference("forward", "loss", max_abs=abs(own_loss - loss), tolerance=loss_limit)
+        for own_logits, expected_logits in zip(result.logits, reference_logits[first_batch:], strict=False):
+            self._compare_logits(own_logits, expected_logits, tolerance)
+        if not abs(own_loss - loss) <= loss_tolerance and not self.differences:
+            self._add_difference("forward", "loss", max_abs=abs(own_loss - loss), tolerance=loss_tolerance)
 
-    def _compare_logits(self, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
-        distance, deviation = distances.max_abs_difference(theirs, ours), distances.standard_deviation(theirs)
+    def _compare_logits(self, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+        distance, deviation = distances.max_abs_difference(expected, actual), distances.standard_deviation(expected)
         metrics = self.metrics
         metrics["max_abs"] = max(metrics["max_abs"], distance)
-        metrics["kl"] = max(metrics["kl"], distances.kl_divergence(theirs, ours), key=distances.nan_is_worst)
+        metrics["kl"] = max(metrics["kl"], distances.kl_divergence(expected, actual), key=distances.nan_is_worst)
         metrics["cosine"] = max(
             metrics["cosine"],
-            distances.cosine_similarity(theirs, ours),
-            key=lambda found: distances.nan_is_worst(-found),
+            distances.cosine_similarity(expected, actual),
+            key=lambda value: distances.nan_is_worst(-value),
         )
-        for side, logits in (("reference", theirs), ("checkpoint", ours)):
+        for side, logits in (("reference", expected), ("checkpoint", actual)):
             nonfinite_count = int((~torch.isfinite(logits)).sum())
             if nonfinite_count:
                 self._add_difference(
                     "forward",
                     "logits",
                     max_abs=float("nan"),
-                    tolerance=limit,
-                    what=f"{nonfinite_count} not finite, {side}",
+                    tolerance=tolerance,
+                    what=f"{counted(nonfinite_count, 'element')} not finite in the {side}",
                 )
-        if not distance <= limit and not self.differences:
-            self._add_difference("forward", "logits", max_abs=distance, tolerance=limit)
-        elif not limit <= deviation and not self.differences:
-            self._add_inconclusive("forward", "logits", tolerance=limit, magnitude=deviation)
+        if not distance <= tolerance and not self.differences:
+            self._add_difference("forward", "logits", max_abs=distance, tolerance=tolerance)
+        elif not tolerance <= deviation and not self.differences:
+            self._add_inconclusive("forward", "logits", tolerance=tolerance, magnitude=deviation)
 
     def compare_gradients(
         self, expected: Sequence[ReferenceGradient] | None, parameters: Iterable[RankParameter]
     ) -> None:
         """Compare some gradients with this rank's shards of them, and release those shards.
 
-        Every rank calls it once for each portion of gradients that the reference has; `finish_gradients` ends it.
+        Every rank calls it once for each list that `ReferenceModel.gradients` yields, and then `finish_gradients`.
 
         Args:
             expected: Gradients of the reference; None on every rank but the first.
@@ -217,21 +218,24 @@ class Comparison:
                 (each.name, tuple(each.tensor.shape), each.tensor.dtype, each.noise, distances.max_abs(each.tensor))
                 for each in expected
             ]
-        for number, (name, shape, dtype, noise_size, size) in enumerate(broadcast_object(summaries)):
-            theirs = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.rank_context)
+        for number, (name, shape, dtype, gradient_noise, magnitude) in enumerate(broadcast_object(summaries)):
+            whole = broadcast(None if expected is None else expected[number].tensor, shape, dtype, self.rank_context)
             is_exact = self.is_exact and name not in self.tied_copies
-            limit = 0.0 if is_exact else max(noise.NOISE_MULTIPLE * noise_size, noise.rounding_tolerance(dtype, size))
-            self._reference_magnitudes[name] = size
+            tolerance = (
+                0.0
+                if is_exact
+                else max(noise.NOISE_MULTIPLE * gradient_noise, noise.rounding_tolerance(dtype, magnitude))
+            )
+            self._reference_magnitudes[name] = magnitude
             own_parameters = self._pending.pop(name, ())  # empty for a parameter of another stage
             if name not in names_on_any_rank or any(each.parameter.grad is None for each in own_parameters):
                 self._gradient_comparisons.append(
-                    _GradientComparison(name, size, limit, size, 0.0, dtype, is_exact, _NO_GRADIENT)
+                    _GradientComparison(name, magnitude, tolerance, magnitude, 0.0, dtype, is_exact, _NO_GRADIENT)
                 )
                 continue
+            comparison = _GradientComparison(name, 0.0, tolerance, magnitude, 0.0, dtype, is_exact)
             for each in own_parameters:
-                self._gradient_comparisons.append(
-                    _compare_gradient(each, theirs, _GradientComparison(name, 0.0, limit, size, 0.0, dtype, is_exact))
-                )
+                self._gradient_comparisons.append(_compare_gradient(each, whole, comparison))
                 each.parameter.grad = None
 
     def report_missing_gradients(self) -> None:
@@ -245,45 +249,41 @@ class Comparison:
         self._pending.clear()
 
     def finish_gradients(self) -> None:
-        """Judge all gradients, now that their sizes are known."""
+        """Find the gradients that differ or are inconclusive, now that the magnitudes of all are known."""
         module_magnitudes = _largest_by_module(self._reference_magnitudes)
-        worst_share, largest = ("", 0.0), 0.0
+        closest_to_tolerance, largest = ("", 0.0), 0.0
         for each in self._gradient_comparisons:
-            name, distance, limit = each.name, each.distance, each.limit
+            name, distance, tolerance = each.name, each.distance, each.tolerance
             if each.defect:
-                self._add_difference("gradients", name, max_abs=distance, tolerance=limit, what=each.defect)
+                self._add_difference("gradients", name, max_abs=distance, tolerance=tolerance, what=each.defect)
             if each.defect == _NO_GRADIENT:
                 continue
             largest = max(largest, distance)
             if distance >= self.gradient_distances.get(name, (0.0, 0.0))[0]:
-                self.gradient_distances[name] = distance, limit
+                self.gradient_distances[name] = distance, tolerance
             if not each.defect:
-                if not each.is_exact and max(each.size, each.own_magnitude) <= noise.rounding_tolerance(
+                if not each.is_exact and max(each.reference_magnitude, each.own_magnitude) <= noise.rounding_tolerance(
                     each.dtype, module_magnitudes[name]
                 ):
                     continue  # zero up to rounding, as the gradients of key biases, which softmax cancels
-                if not distance <= limit:
-                    self._add_difference("gradients", name, max_abs=distance, tolerance=limit)
-                elif limit > each.size:
-                    self._add_inconclusive("gradients", name, tolerance=limit, magnitude=each.size)
-            if limit and distance / limit > worst_share[1]:
-                worst_share = name, distance / limit
+                if not distance <= tolerance:
+                    self._add_difference("gradients", name, max_abs=distance, tolerance=tolerance)
+                elif tolerance > each.reference_magnitude:
+                    self._add_inconclusive("gradients", name, tolerance=tolerance, magnitude=each.reference_magnitude)
+            if tolerance and distance / tolerance > closest_to_tolerance[1]:
+                closest_to_tolerance = name, distance / tolerance
         self.metrics |= {
             "gradients": len(self._reference_magnitudes),
             "grad_max_abs": largest,
-            "grad_closest_to_tolerance": list(worst_share),
+            "grad_closest_to_tolerance": list(closest_to_tolerance),
         }
         self._gradient_comparisons.clear()
 
     def _add_difference(self, level: str, name: str, **values: Any) -> None:
-        self.differences.append(
-            {**make_difference_row(level, self.rank_context.rank, name, self.stored_names), **values}
-        )
+        self.differences.append({**make_difference(level, self.rank_context.rank, name, self.stored_names), **values})
 
     def _add_inconclusive(self, level: str, name: str, **values: Any) -> None:
-        self.inconclusive.append(
-            {**make_difference_row(level, self.rank_context.rank, name, self.stored_names), **values}
-        )
+        self.inconclusive.append({**make_difference(level, self.rank_context.rank, name, self.stored_names), **values})
 
 
 def _compare_gradient(
@@ -295,30 +295,41 @@ def _compare_gradient(
         side for side, part in (("reference", whole), ("checkpoint", local)) if not distances.is_finite(part)
     ]
     if nonfinite_sides:
-        return comparison._replace(distance=math.inf, defect=f"not finite, {' and '.join(nonfinite_sides)}")
+        return comparison._replace(distance=math.inf, defect=f"not finite in the {' and the '.join(nonfinite_sides)}")
     return comparison
 
 
-def make_difference_row(level: str, rank: int, name: str, stored: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return the row of a difference: its name on disk, and its name in the model if that is another."""
-    on_disk = stored.get(name, (name,))
-    row: dict[str, Any] = {"level": level, "rank": rank, "name": on_disk[0]}
+def make_difference(level: str, rank: int, name: str, stored_names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return a difference as in the report.
+
+    Args:
+        level: "config", "bytes", "forward" or "gradients".
+        rank: Global rank that found it.
+        name: Name in the model.
+        stored_names: Names on disk by name in the model; a name without an entry is the same on disk.
+
+    Returns:
+        `level`, `rank`, and the first name on disk as `name`; `names`, the number of names on disk, if there are
+        several; `model_name`, the name in the model, if it is another one.
+    """
+    on_disk = stored_names.get(name, (name,))
+    difference: dict[str, Any] = {"level": level, "rank": rank, "name": on_disk[0]}
     if len(on_disk) > 1:
-        row["names"] = len(on_disk)
+        difference["names"] = len(on_disk)
     if on_disk[0] != name:
-        row["model_name"] = name
-    return row
+        difference["model_name"] = name
+    return difference
 
 
-def _largest_by_module(sizes: dict[str, float]) -> dict[str, float]:
-    """Return, for each parameter, the largest gradient value in its module and the sibling modules.
+def _largest_by_module(magnitudes: dict[str, float]) -> dict[str, float]:
+    """Return, for each parameter, the largest gradient magnitude in its module and the sibling modules.
 
     All projections of one attention, for example, share one value.
     """
-    scopes = {name: ".".join(name.split(".")[:-2]) for name in sizes}
+    scopes = {name: ".".join(name.split(".")[:-2]) for name in magnitudes}
     largest: dict[str, float] = {}
     for name, scope in scopes.items():
-        largest[scope] = max(sizes[name], largest.get(scope, 0.0))
+        largest[scope] = max(magnitudes[name], largest.get(scope, 0.0))
     return {name: largest[scope] for name, scope in scopes.items()}
 
 

@@ -1,8 +1,9 @@
 """Compare two configs as their classes read them, key by key, before anything is run.
 
-The inputs of a run are short: a window of 64 in place of 4,096 changes no logit of twelve tokens. So each key that
-differs is a difference, unless it is known to have no effect on a forward or backward pass without dropout. Unknown
-keys count as having an effect.
+Equal outputs do not show that two configs are equal, because the inputs of a run are short: an attention window of 64
+tokens instead of 4,096 changes no logit of an input of twelve tokens. Therefore every key with different values is
+returned. `has_no_effect` marks those that are known to have no effect on a forward or backward pass without dropout;
+unknown keys count as having an effect.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Keys about the origin of a model, its initialization, generation, or the loss with labels. Matched by the last part of
-# a dotted key, in any part of the config.
+# Keys about the origin of a model, storage and kernels, additional outputs, initialization, training, generation, and
+# the loss that a model computes from labels (`verify` computes its own from the logits). A dotted key has no effect if
+# one of its parts is among them.
 _KEYS_WITHOUT_EFFECT = frozenset(
     {
         # bookkeeping
@@ -50,7 +52,14 @@ _ABSENT = "absent"
 
 
 class ConfigDifference(NamedTuple):
-    """A key with two values, as JSON; `has_no_effect` is True if no compared value depends on it."""
+    """A key with different values in two configs.
+
+    Attributes:
+        key: Key, with dots if it is nested.
+        reference: Value in the reference as JSON, cut off after 120 characters; "absent" for a missing key.
+        checkpoint: Value in the checkpoint, likewise.
+        has_no_effect: True if no compared result depends on it.
+    """
 
     key: str
     reference: str
@@ -61,12 +70,12 @@ class ConfigDifference(NamedTuple):
 def compare_configs(
     reference: Mapping[str, Any], checkpoint: Mapping[str, Any], *, relevant_keys: Collection[str] = ()
 ) -> list[ConfigDifference]:
-    """Return the keys that differ, sorted.
+    """Return the differences, sorted by key; keys whose effect shows in the tensors are not compared.
 
     Args:
         reference: Config of the reference, from `to_dict()` of its class.
         checkpoint: Config of the checkpoint, likewise.
-        relevant_keys: Keys that this class computes with, although most others do not.
+        relevant_keys: Keys with an effect on this class, although they have none on most others.
     """
     reference_values, checkpoint_values = dict(_iter_leaves(reference)), dict(_iter_leaves(checkpoint))
     differences = []

@@ -1,4 +1,4 @@
-"""Differences between two tensors as numbers that reveal a NaN; computed in float64, in bands of elements."""
+"""Differences between two tensors as numbers that reveal a NaN; computed in float64, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import log_softmax
 
-CHUNK_NUMEL = 1 << 16  # elements: the float64 intermediates of a band fit in the cache
+CHUNK_NUMEL = 1 << 16  # elements: the float64 intermediates of a chunk fit in the cache
 
 
 def nan_is_worst(value: float) -> tuple[bool, float]:
@@ -18,7 +18,9 @@ def nan_is_worst(value: float) -> tuple[bool, float]:
 
 def max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest absolute difference; infinite if one value is not finite and the other differs."""
-    return max((_max_abs_difference(*pair) for pair in zip(_split(a), _split(b), strict=True)), default=0.0)
+    return max(
+        (_max_abs_difference(*pair) for pair in zip(_split_chunks(a), _split_chunks(b), strict=True)), default=0.0
+    )
 
 
 def _max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -27,29 +29,27 @@ def _max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(distance.masked_fill(same, 0.0).max())
 
 
-def _split(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split a tensor into bands of elements, so that float64 copies take little memory."""
+def _split_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Split a tensor into flat chunks, so that float64 copies take little memory; an empty tensor has none."""
     yield from () if not tensor.numel() else tensor.reshape(-1).split(CHUNK_NUMEL)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if no element is NaN or infinite."""
-    return all(bool(band.isfinite().all()) for band in _split(tensor))
+    return all(bool(chunk.isfinite().all()) for chunk in _split_chunks(tensor))
 
 
 def max_abs(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value; 0 for an empty tensor."""
-    return max((float(band.abs().max()) for band in _split(tensor)), default=0.0)
+    """Return the largest absolute value, NaN if an element is NaN; 0 for an empty tensor."""
+    return max((float(chunk.abs().max()) for chunk in _split_chunks(tensor)), key=nan_is_worst, default=0.0)
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
     """Return the mean KL divergence of the distributions over the last dim, in nats."""
     width = reference.shape[-1]
-    rows_per_chunk = max(1, CHUNK_NUMEL // width)
-    bands = zip(
-        reference.reshape(-1, width).split(rows_per_chunk), other.reshape(-1, width).split(rows_per_chunk), strict=True
-    )
-    return float(sum(_sum_kl_divergence(*band) for band in bands) / (reference.numel() // width))
+    tokens_per_chunk = max(1, CHUNK_NUMEL // width)
+    chunks = (each.reshape(-1, width).split(tokens_per_chunk) for each in (reference, other))
+    return float(sum(map(_sum_kl_divergence, *chunks)) / (reference.numel() // width))
 
 
 def _sum_kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -58,16 +58,17 @@ def _sum_kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def cosine_similarity(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the cosine of the angle between two flattened tensors; 1 if both are all zeros."""
+    """Return the cosine of the angle between two flattened tensors; 1 if both are all zeros, 0 if only one is."""
     ab, aa, bb = (_dot_product(*pair) for pair in ((a, b), (a, a), (b, b)))
     return float(ab / (aa * bb) ** 0.5) if aa and bb else float(aa == bb)
 
 
 def _dot_product(a: torch.Tensor, b: torch.Tensor) -> float:
-    return sum(float(x.double() @ y.double()) for x, y in zip(_split(a), _split(b), strict=True))
+    return sum(float(x.double() @ y.double()) for x, y in zip(_split_chunks(a), _split_chunks(b), strict=True))
 
 
 def standard_deviation(tensor: torch.Tensor) -> float:
-    """Return the standard deviation of all elements."""
-    mean = sum(float(band.double().sum()) for band in _split(tensor)) / tensor.numel()
-    return float((sum(float((band.double() - mean).square().sum()) for band in _split(tensor)) / tensor.numel()) ** 0.5)
+    """Return the population standard deviation of all elements."""
+    mean = sum(float(chunk.double().sum()) for chunk in _split_chunks(tensor)) / tensor.numel()
+    squares = sum(float((chunk.double() - mean).square().sum()) for chunk in _split_chunks(tensor))
+    return float((squares / tensor.numel()) ** 0.5)

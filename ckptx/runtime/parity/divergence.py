@@ -27,7 +27,7 @@ OutputsByCall = dict[ModuleCall, torch.Tensor]
 def find_first_divergence(
     reference: Iterator[tuple[OutputsByCall, OutputsByCall]], checkpoint: Iterator[OutputsByCall], *, is_exact: bool
 ) -> dict[str, Any] | None:
-    """Return the first call whose output differs by more than its tolerance, or None.
+    """Return `module`, `max_abs` and `tolerance` of the first call whose output differs too much; None if none does.
 
     Args:
         reference: Outputs of the reference without and with perturbed embeddings, stage by stage.
@@ -44,10 +44,10 @@ def find_first_divergence(
             actual, perturbed = checkpoint_outputs.pop(call, None), perturbed_outputs.get(call)
             if actual is None or perturbed is None or not actual.shape == perturbed.shape == output.shape:
                 continue
-            limit = 0.0 if is_exact else noise.NOISE_MULTIPLE * max_abs_difference(output, perturbed)
+            tolerance = 0.0 if is_exact else noise.NOISE_MULTIPLE * max_abs_difference(output, perturbed)
             distance = max_abs_difference(output, actual)
-            if not distance <= limit:
-                return {"module": call.module, "max_abs": distance, "tolerance": limit}
+            if not distance <= tolerance:
+                return {"module": call.module, "max_abs": distance, "tolerance": tolerance}
     return None
 
 

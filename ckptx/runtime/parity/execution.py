@@ -26,9 +26,11 @@ class StepResult:
     """Results of one step of a model.
 
     Attributes:
-        logits: Full logits of each batch, (batch, length, vocabulary), or hidden states of a class without a head.
-        loss: Mean over the batches.
-        gradients: Gradients by canonical name, as the parameters store them; empty without a backward pass.
+        logits: Full logits of each batch, (batch, length, vocabulary), or hidden states of a class without a head;
+            empty on a rank without the last pipeline stage.
+        loss: Mean over the batches; NaN on a rank without the last pipeline stage.
+        gradients: Gradients by canonical name, as the parameters store them; empty without a backward pass, if they
+            were passed to a callback, and for pipeline stages.
     """
 
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -99,8 +101,7 @@ def translate_model_errors(model: nn.Module) -> Iterator[None]:
         memory_error = out_of_memory_error(model, error, "use more ranks, or a smaller --reference-memory")
         raise memory_error or UnsupportedError(
             f"{model_class_name(model)}: this run fails: {first_line(error)}; use another layout or --compute-dtype, "
-            "or "
-            "compare the bytes without --run"
+            "or compare the bytes without --run"
         ) from error
 
 
@@ -211,8 +212,7 @@ def _forward(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     except (TypeError, AttributeError, ValueError) as error:
         raise UnsupportedError(
             f"{model_class_name(model)}: fails on inputs {', '.join(batch)}: {type(error).__name__}: "
-            f"{first_line(error)}; "
-            "compare the bytes without --run"
+            f"{first_line(error)}; compare the bytes without --run"
         ) from error
     return logits_or_hidden_states(model, output)
 

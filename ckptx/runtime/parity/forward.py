@@ -7,9 +7,9 @@ Four levels, the cheap ones first:
     forward     logits and loss on the same inputs
     gradients   of one backward step, parameter by parameter
 
-Sums that TP and FSDP put into another order round otherwise. How much that may be is not chosen but measured, on the
-reference, in the same run: see `noise.py`. On one rank nothing is reordered: results are equal bit for bit, if the
-device gives the same results twice. A CPU does; another device is asked first, by running the reference again.
+TP and FSDP change the order of sums, and with it their rounding. The tolerance for that is not chosen but measured on
+the reference, in the same run: see `noise.py`. On one rank nothing is reordered: results are equal bit for bit, if the
+device gives the same results twice. A CPU does; for another device, the reference is run twice to find out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckptx.runtime.parallel.distributed import (
     raise_on_all_ranks,
     report_failure_to_peers,
 )
-from ckptx.runtime.parity.comparison import Comparison, ReferenceResult, make_difference_row
+from ckptx.runtime.parity.comparison import Comparison, ReferenceResult, make_difference
 from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
 from ckptx.runtime.parity.divergence import find_first_divergence
 from ckptx.runtime.parity.execution import StepResult
@@ -47,8 +47,12 @@ from ckptx.runtime.parity.model_loaders import ModelFacts, compare_stored_dtypes
 from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, intersect
 from ckptx.runtime.parity.notes import add_notes, unread_notes
 from ckptx.runtime.parity.reference import ReferenceModel, make_reference
-from ckptx.runtime.parity.run_report import build_run_report, find_worst_by_tensor, make_unread_rows
-from ckptx.runtime.parity.stages import find_stage_of_row, plan_stages
+from ckptx.runtime.parity.run_report import (
+    build_run_report,
+    find_largest_gradient_differences,
+    list_unread_tensors,
+)
+from ckptx.runtime.parity.stages import find_stage_of_difference, plan_stages
 from ckptx.runtime.parity.unreached_parameters import UnreachedParameters
 
 
@@ -74,16 +78,18 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     stopwatch = Stopwatch()
     with process_group(options.device, options.backend) as rank_context:
         mesh = mesh_of(options.dims, rank_context.device.type)
+        log.step("reading the checkpoints" + (", importing their code" if options.trust_remote_code else ""))
         with raise_on_all_ranks():
             reference_loader, checkpoint_loader, reference_facts, checkpoint_facts = make_loaders(
                 reference, checkpoint, options
             )
-            configs = compare_configs(
+            config_differences = compare_configs(
                 reference_facts.config, checkpoint_facts.config, relevant_keys=checkpoint_facts.used_token_keys
             )
             dtypes = compare_stored_dtypes(reference_loader, checkpoint_loader)
         plan = plan_stages(checkpoint_loader, checkpoint_facts, log) if options.dims.pp > 1 else None
         microbatches = plan.microbatches if plan is not None else 1
+        log.step("running the reference")
         with raise_on_all_ranks():
             batches = checkpoint_loader.make_batches(checkpoint_facts, microbatches)
             reference_model = (
@@ -92,6 +98,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
                 else None
             )
             expected = reference_model.forward() if reference_model is not None else None
+        log.step("loading the checkpoint")
         with raise_on_all_ranks():
             model_under_test: ModelUnderTest = ResidentModel(checkpoint_loader, mesh, plan)
             if reference_model is not None and reference_model.partition is not None and rank_context.world_size == 1:
@@ -100,107 +107,106 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
                 )
             model_under_test.load(reference_loader, rank_context.device)
             record = model_under_test.record
-        rows = _make_config_rows(configs) if rank_context.rank == 0 else []
-        unread_names = [
+        differences = _config_differences(config_differences) if rank_context.rank == 0 else []
+        unread_names = [  # of the reference and of the checkpoint: names that no stage reads
             intersect(all_gather_object(_drop_training_state(each)))
             for each in (record.reference_only_names, record.unread_names)
-        ]  # on no stage
-        uncompared_names, added_names = map(_select_uncompared, unread_names)
-        rows += _make_added_tensor_rows(added_names, uncompared_names) if rank_context.rank == 0 else []
-        rows += [
-            make_difference_row("bytes", rank_context.rank, name, record.stored_names)
-            for name in record.differing_names
         ]
-        index = data_index(mesh) * microbatches
-        own_batches = batches[index : index + microbatches]
+        uncompared_names, added_names = map(_select_uncompared, unread_names)
+        differences += _added_tensor_differences(added_names, uncompared_names) if rank_context.rank == 0 else []
+        differences += [
+            make_difference("bytes", rank_context.rank, name, record.stored_names) for name in record.differing_names
+        ]
+        log.step("running the checkpoint")
+        first_batch = data_index(mesh) * microbatches
+        own_batches = batches[first_batch : first_batch + microbatches]
         with raise_on_all_ranks() if plan is None else report_failure_to_peers():
             result, peak = _run_checkpoint(model_under_test, own_batches, options, rank_context)
         comparison = Comparison(
             rank_context, record.stored_names, _is_exact(expected, rank_context, options), model_under_test.tied_copies
         )
-        comparison.compare_forward(expected, result, index)
-        expected = None
-        unreached_rows = (
+        log.step("comparing the outputs" + (" and gradients" if options.backward else ""))
+        comparison.compare_forward(expected, result, first_batch)
+        expected = None  # free its memory
+        unreached_parameters = (
             _compare_gradients(comparison, reference_model, model_under_test, reference_facts)
             if options.backward
             else None
         )
-        rows += comparison.differences
+        differences += comparison.differences
         if plan is not None:
-            rows = [{**row, "stage": find_stage_of_row(plan, row)} for row in rows]
+            differences = [{**each, "stage": find_stage_of_difference(plan, each)} for each in differences]
         metrics = {
             **comparison.metrics,
-            "without_gradient": unreached_rows,
-            "pieces": reference_model.stage_count if reference_model is not None else 1,
+            "without_gradient": unreached_parameters,
+            "reference_parts": reference_model.stage_count if reference_model is not None else 1,
         }
-        if any(all_gather_object(any(row["level"] == "forward" for row in rows))):
+        if any(all_gather_object(any(each["level"] == "forward" for each in differences))):
             metrics["first_divergence"] = _find_first_divergence(
                 reference_model, model_under_test, batches[0], is_exact=comparison.is_exact
             )
         rank_result = {
-            "rows": rows,
+            "differences": differences,
             "inconclusive": comparison.inconclusive,
-            "taken": peak,
+            "measured_peak": peak,
             "dtype": " and ".join(sorted(record.dtypes)),
-            "read": record.bytes_read,
+            "bytes_read": record.bytes_read,
             "nbytes": record.nbytes,
-            "names": record.loaded_names,
-            "wrapped": record.wrapped_layers,
-            "gathered": record.gathered_modules,
-            "sharded": record.sharded_parameters,
+            "loaded_names": record.loaded_names,
+            "wrapped_layers": record.wrapped_layers,
+            "gathered_modules": record.gathered_modules,
+            "sharded_parameters": record.sharded_parameters,
             "peak_rss": peak_memory(),
+            "gradient_distances": comparison.gradient_distances,
             **metrics,
         }
-        rank_result["by_tensor"] = comparison.gradient_distances
         rank_results = all_gather_object(rank_result)
     inputs = batches[0]
     add_notes(
         log,
         record.architecture,
-        configs,
+        config_differences,
         uncompared_names,
         inputs,
         rank_results[0].get("without_gradient"),
         reference_loader.separate_names | checkpoint_loader.separate_names,
     )
-    if options.dims.tp > 1 and not any(rank_result["sharded"] for rank_result in rank_results):
+    if options.dims.tp > 1 and not any(rank_result["sharded_parameters"] for rank_result in rank_results):
         log.note(
             f"--tp {options.dims.tp} shards no parameter of {record.architecture}: every TP rank ran the whole model; "
             "pass --tp-plan FILE with rules for it, or leave out --tp"
         )
-    unread_rows = make_unread_rows(*unread_names)
-    log.note(*unread_notes([row for row in unread_rows if row["is_expected"]]))
+    unread_tensors = list_unread_tensors(*unread_names)
+    log.note(*unread_notes([each for each in unread_tensors if each["is_expected"]]))
     log.note(*describe_dtype_differences(dtypes, rank_results[0]["dtype"]))
-    worst = find_worst_by_tensor(rank_results, record.stored_names)
+    gradient_differences = find_largest_gradient_differences(rank_results, record.stored_names)
     small_windows = {
         key: [value, windows.SHRUNK_WINDOW]
         for key, value in {**reference_facts.windows, **checkpoint_facts.windows}.items()
     }
-    report = build_run_report(options, rank_results, inputs, small_windows, worst, plan)
-    report = replace(report, unread_tensors=unread_rows, dtype_differences=dtypes)
+    report = build_run_report(options, rank_results, inputs, small_windows, gradient_differences, plan)
+    report = replace(report, unread_tensors=unread_tensors, dtype_differences=dtypes)
     return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
 def _run_checkpoint(
     model_under_test: ModelUnderTest, own_batches: Sequence[Inputs], options: RunOptions, rank_context: RankContext
 ) -> tuple[StepResult, int | None]:
-    """Run the checkpoint; returns the results, and the peak bytes if they are measured."""
+    """Run the checkpoint, and return the results, and the peak bytes of its tensors; None if they are not measured."""
     if not options.measures_memory:
         return model_under_test.run(own_batches, backward=options.backward), None
     results: list[StepResult] = []
     measured = measure_step(
         lambda: results.append(model_under_test.run(own_batches, backward=options.backward)), (), rank_context.device
     )
-    return (
-        results[0],
-        measured.peak - measured.before_step + model_under_test.record.nbytes,
-    )  # others, as the reference, are there as well
+    # `before_step` also counts other tensors, such as those of the reference.
+    return results[0], measured.peak - measured.before_step + model_under_test.record.nbytes
 
 
-def _make_config_rows(configs: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
+def _config_differences(differences: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
     return [
         {"level": "config", "rank": 0, "name": each.key, "reference": each.reference, "checkpoint": each.checkpoint}
-        for each in configs
+        for each in differences
         if not each.has_no_effect
     ]
 
@@ -215,8 +221,8 @@ def _select_uncompared(reasons: Mapping[str, str]) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason in (NOT_IN_MODEL, UNKNOWN_TO_CLASS)}
 
 
-def _make_added_tensor_rows(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return rows for tensors that nothing reads and that the reference lacks."""
+def _added_tensor_differences(checkpoint: Mapping[str, str], reference: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the differences for tensors of the checkpoint that nothing reads and that the reference lacks."""
     return [
         {"level": "bytes", "rank": 0, "name": name, "what": f"{reason}, and not in the reference"}
         for name, reason in checkpoint.items()
@@ -234,10 +240,10 @@ def _is_exact(expected: ReferenceResult | None, rank_context: RankContext, optio
 def _compare_gradients(
     comparison: Comparison, reference: ReferenceModel | None, model_under_test: ModelUnderTest, facts: ModelFacts
 ) -> list[dict[str, Any]] | None:
-    """Compare gradients with those of the reference, portion by portion.
+    """Compare gradients with those of the reference, stage by stage.
 
     Returns:
-        On the rank of the reference, rows of the parameters that no gradient reaches; None on the others.
+        On the rank of the reference, the parameters that no gradient reaches; None on the others.
     """
     gradient_groups = reference.gradients() if reference is not None else None
     unreached = UnreachedParameters(facts)
@@ -251,10 +257,10 @@ def _compare_gradients(
             if not model_under_test.is_resident:
                 comparison.report_missing_gradients()
         unreached.record({each.name: each.tensor for each in gradients or ()})
-        gradients = None  # the next one needs the room
+        gradients = None  # free them before the next stage is loaded
     comparison.report_missing_gradients()
     comparison.finish_gradients()
-    return unreached.make_rows() if reference is not None else None
+    return unreached.list_parameters() if reference is not None else None
 
 
 def _find_first_divergence(

@@ -72,9 +72,9 @@ def advise_to_save_memory(facts: ModelFacts, options: RunOptions) -> list[str]:
     return advice
 
 
-def estimate_model_bytes(weights: int, *, backward: bool) -> int:
+def estimate_model_bytes(weight_bytes: int, *, backward: bool) -> int:
     """Return the bytes of the weights of a whole model, and of as many gradients with a backward pass."""
-    return weights * 2 if backward else weights
+    return weight_bytes * 2 if backward else weight_bytes
 
 
 def read_free_bytes(device: torch.device) -> int | None:
@@ -91,7 +91,7 @@ def read_free_bytes(device: torch.device) -> int | None:
 
 
 def _read_cgroup_free_bytes() -> int | None:
-    """Return the bytes that the control group of this process still allows; None for no limit."""
+    """Return the bytes that the control group (v2) of this process still allows; None if there is no known limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

@@ -1,7 +1,7 @@
 """The two checkpoints of `verify --run` as models: on the meta device, loaded as a whole, or parallelized.
 
 The two models differ only in how they run. If one checkpoint ties two names and the other stores both, both models get
-two parameters; and attention windows longer than the inputs are shrunk in both.
+two parameters; and attention windows are shrunk in both, see `inputs.windows`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckptx.architecture.run_support import check_run_support
+from ckptx.catalog.catalog import Catalog
 from ckptx.comparison.stored_dtypes import find_dtype_differences
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.hf_metadata import local_config_directory
@@ -29,13 +31,13 @@ from ckptx.runtime.checkpointing.reading import OpenCheckpoint, open_source
 from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.parallelize import ParallelizedModel, parallelize
-from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.execution import find_used_token_keys
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs, make_inputs
 from ckptx.runtime.parity.routing import Routing, find_routing, install_even_routing
 
-_BATCH_SIZE = 2  # batch size
+_BATCH_SIZE = 2  # sequences per microbatch
 _DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -111,23 +113,28 @@ class ModelLoader:
 
     @contextmanager
     def open_checkpoint(self) -> Iterator[OpenCheckpoint]:
+        """Open the checkpoint, with the config of `fallback` if it has none."""
         with self._open(self.path) as source:
             if source.config is not None or self.fallback == self.path:
                 yield source
                 return
         with self._open(self.fallback) as other:
-            config = other.config
-        with self._open(self.path, config) as source:
+            config, config_checkpoint = other.config, other.view.catalog
+        with self._open(self.path, config, config_checkpoint) as source:
             yield source
 
-    def _open(self, path: Path, config: Mapping[str, Any] | None = None) -> AbstractContextManager[OpenCheckpoint]:
+    def _open(
+        self, path: Path, config: Mapping[str, Any] | None = None, config_checkpoint: Catalog | None = None
+    ) -> AbstractContextManager[OpenCheckpoint]:
         options = self.options
         return open_source(
             path,
             config=config,
-            prefix=options.model_prefix,
+            config_checkpoint=config_checkpoint,
+            prefix=options.source_prefix_or_none,
             is_prefix_optional=True,
             trust_remote_code=options.trust_remote_code,
+            dequantize=options.dequantize,
         )
 
     def _find_config_directory(self, source: OpenCheckpoint) -> Path:
@@ -151,7 +158,7 @@ class ModelLoader:
 
         Raises:
             InputError: There is no config.json.
-            UnsupportedError: The class is unknown, or its heads do not divide among the TP ranks.
+            UnsupportedError: The class is unknown, or cannot run on this mesh.
         """
         with self.open_checkpoint() as source:
             if source.architecture is None or source.config is None:
@@ -160,9 +167,11 @@ class ModelLoader:
                     "compare the bytes without --run"
                 )
             name, _, config = read_config(
-                self._find_config_directory(source), trust_remote_code=self.options.trust_remote_code
+                self._find_config_directory(source),
+                trust_remote_code=self.options.trust_remote_code,
+                dequantize=self.options.dequantize,
             )
-            check_heads(source.config, self.options.dims.tp, source.architecture)
+            check_run_support(source.config, source.architecture, self.options.dims.tp, self.options.dims.pp)
             model = self.build_meta_model(source)
             stored_bytes = sum(entry.nbytes for entry in source.tensors.values())
         parameters = dict(model.named_parameters())
@@ -188,19 +197,20 @@ class ModelLoader:
             default_dtype=source.dtype,
             trust_remote_code=options.trust_remote_code,
             untied={*source.find_untied_names(), *self.separate_names},
+            dequantize=options.dequantize,
             edit_config=windows.shrink_windows,
         )
         install_even_routing(model, find_routing(model))
         return model
 
     def build_with_stacks(self) -> tuple[nn.Module, Sequence[Stack]]:
-        """Build the model on the meta device; returns it with its lists of layers."""
+        """Build the model on the meta device, and return it with its lists of layers."""
         with self.open_checkpoint() as source:
             assert source.architecture is not None and source.config is not None
             return self.build_meta_model(source), source.architecture.stacks(source.config)
 
     def make_batches(self, facts: ModelFacts, microbatches: int = 1) -> list[Inputs]:
-        """Return the batches of all data-parallel ranks, those of the first rank first."""
+        """Return the batches of all data-parallel ranks, `microbatches` of each, those of the first rank first."""
         dims = self.options.dims
         with self.open_checkpoint() as source:
             config = self.build_meta_model(source).config.to_dict()  # with the defaults of the class
@@ -274,7 +284,10 @@ class ModelLoader:
 def make_loaders(
     reference: Path, checkpoint: Path, options: RunOptions
 ) -> tuple[ModelLoader, ModelLoader, ModelFacts, ModelFacts]:
-    """Return both sides with the same set of parameters, and the facts of each."""
+    """Return the loaders of both checkpoints, whose models have the same parameters, and the facts of each.
+
+    The reference is first in both pairs.
+    """
     reference_loader, checkpoint_loader = (
         ModelLoader(reference, reference, options),
         ModelLoader(checkpoint, reference, options),
@@ -296,6 +309,14 @@ def make_loaders(
 
 
 def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> list[dict[str, Any]]:
-    """Compare the stored dtypes of both sides; see `find_dtype_differences`."""
+    """Compare the stored dtypes of both sides; see `find_dtype_differences`.
+
+    A tied name that the reference lacks is compared with the tensor that it is tied to. Names are those of the model,
+    so the class is the one without the names of a trainer.
+    """
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
-        return find_dtype_differences(first.tensors, second.tensors, second.config, second.architecture)
+        stored_as = first.find_tied_names().items()
+        tied_tensors = {name: first.tensors[source] for name, source in stored_as if source in first.tensors}
+        return find_dtype_differences(
+            {**tied_tensors, **first.tensors}, second.tensors, second.config, second.view.disk_architecture
+        )

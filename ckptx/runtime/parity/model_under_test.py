@@ -35,14 +35,14 @@ class LoadRecord:
         architecture: Name of the model class.
         dtypes: Dtypes of the parameters, such as "bfloat16".
         wrapped_layers: Layers of this rank that recompute activations.
-        gathered_modules: Modules of this rank that did not run on their TP shards alone: what was gathered,
-            "parameters" or "output", and whether the shards are aligned.
+        gathered_modules: Name of a module of this rank that did not run on its TP shards alone -> what was gathered
+            ("parameters" or "output"), and True if the shards are aligned.
         sharded_parameters: Parameters of this rank that TP shards.
         loaded_names: Names of the loaded tensors.
         differing_names: Names of loaded tensors that differ from the reference.
-        unread_names: Stored names that no model part of this rank reads, with the reason; None before the first part.
-        reference_only_names: Stored names of the reference that no model part of this rank has, with the reason; None
-            before the first part.
+        unread_names: Stored name that no model part of this rank reads -> reason; None before the first part.
+        reference_only_names: Stored name of the reference that no model part of this rank reads -> reason; None before
+            the first part.
         bytes_read: Bytes read from the files.
         nbytes: Bytes of the loaded tensors.
     """
@@ -68,21 +68,28 @@ class LoadRecord:
         device: torch.device,
         copies: Mapping[str, str],
     ) -> None:
-        """Load a model part, and compare its values with the reference.
+        """Load a model part, compare its values with the reference, and add the results.
+
+        Args:
+            loader: Loader of the checkpoint.
+            meta_model: The part, without storage; a whole model or a pipeline stage.
+            reference: Loader of the reference.
+            device: Device of the part.
+            copies: Name of a copy of a tied parameter -> name in the whole model.
 
         Raises:
             InputError, UnsupportedError: See `load_from`.
         """
         materialize(meta_model.model, device)
         with loader.open_checkpoint() as source:
-            ledger = loader.load(meta_model.model, source, meta_model.find_local_regions)
+            load_report = loader.load(meta_model.model, source, meta_model.find_local_regions)
         with reference.open_checkpoint() as source:
-            differing_names, without_place = reference.find_differences(
+            differing_names, reference_only_names = reference.find_differences(
                 meta_model.model, source, meta_model.find_local_regions
             )
         self.stored_names, self.architecture = meta_model.stored_names, meta_model.model.config.architectures[0]
         self.dtypes |= {str(each.dtype).removeprefix("torch.") for each in meta_model.model.parameters()}
-        self.wrapped_layers += meta_model.parallelized.wrapped_layers
+        self.wrapped_layers += meta_model.parallelized.checkpointed_layer_count
         layout = meta_model.parallelized.layout
         if layout is not None:
             self.gathered_modules |= {name: ("output", aligned) for name, aligned in layout.gathered_outputs.items()}
@@ -94,12 +101,12 @@ class LoadRecord:
                 for name in layout.gathered_modules
             }
             self.sharded_parameters += sum(placement is not None for placement in layout.placements.values())
-        self.loaded_names += [copies.get(name, name) for name in ledger.loaded_tensors]
+        self.loaded_names += [copies.get(name, name) for name in load_report.loaded_tensors]
         self.differing_names += differing_names
-        self.unread_names = _intersect_known(self.unread_names, ledger.unread_names)
-        self.reference_only_names = _intersect_known(self.reference_only_names, without_place)
-        self.bytes_read += ledger.bytes_read
-        self.nbytes += ledger.nbytes
+        self.unread_names = _intersect_known(self.unread_names, load_report.unread_names)
+        self.reference_only_names = _intersect_known(self.reference_only_names, reference_only_names)
+        self.bytes_read += load_report.bytes_read
+        self.nbytes += load_report.nbytes
 
 
 class ModelUnderTest(Protocol):
@@ -167,7 +174,8 @@ class ResidentModel(ModelUnderTest):
 
     @contextmanager
     def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
-        yield (each for built in self._meta_models if not number for each in _iter_rank_parameters(built, self._copies))
+        models = () if number else self._meta_models
+        yield (each for model in models for each in _iter_rank_parameters(model, self._copies))
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
         if self._stages is not None:
@@ -185,7 +193,7 @@ class OffloadedModelUnderTest(ModelUnderTest):
     def __init__(self, loader: ModelLoader, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
         self._loader, self._mesh, self._partition, self._device = loader, mesh, partition, device
         self._copies = {name: tie.name for tie in partition.ties for name in tie.copies.values()}
-        self.tied_copies, self.is_resident = frozenset[str](), False  # summed as in one piece
+        self.tied_copies, self.is_resident = frozenset[str](), False  # gradients are summed as in a whole model
         self._model: OffloadedModel | None = None
         self.record = LoadRecord()
 
@@ -217,10 +225,9 @@ class OffloadedModelUnderTest(ModelUnderTest):
             )
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
-        for (found,) in OffloadedModel(
-            self._partition, [inputs], [ComputePass()], self._open_stage, self._device
-        ).iter_module_outputs():
-            yield found
+        model = OffloadedModel(self._partition, [inputs], [ComputePass()], self._open_stage, self._device)
+        for (outputs,) in model.iter_module_outputs():
+            yield outputs
 
     def _build_stage(self, number: int, shared: Mapping[str, nn.Parameter]) -> ShardedMetaModel:
         def make_local_stage(model: nn.Module) -> None:
@@ -240,16 +247,17 @@ class OffloadedModelUnderTest(ModelUnderTest):
 
 
 def _iter_rank_parameters(meta_model: ShardedMetaModel, copies: Mapping[str, str]) -> Iterator[RankParameter]:
-    for found, parameter in meta_model.model.named_parameters():
-        name = canonical_name(found)
+    for wrapped_name, parameter in meta_model.model.named_parameters():
+        name = canonical_name(wrapped_name)
         regions = None if meta_model.find_local_regions is None else meta_model.find_local_regions(name)
         yield RankParameter(copies.get(name, name), parameter, regions)
 
 
 def intersect(mappings: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the entries whose name is in all of the mappings."""
+    """Return the entries of the first mapping whose name is in all mappings."""
     return {name: reason for name, reason in mappings[0].items() if all(name in each for each in mappings)}
 
 
-def _intersect_known(known: dict[str, str] | None, found: Mapping[str, str]) -> dict[str, str]:
-    return dict(found) if known is None else intersect([known, found])
+def _intersect_known(earlier: dict[str, str] | None, new: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of earlier model parts that `new` has, too; all of `new` for the first part."""
+    return dict(new) if earlier is None else intersect([earlier, new])

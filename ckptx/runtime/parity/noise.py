@@ -23,7 +23,7 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def find_embeddings(model: nn.Module) -> dict[str, str]:
-    """Return the parameters of every `nn.Embedding`: each of their names -> the first name."""
+    """Return every name of the weight of an `nn.Embedding` -> the first name of that weight."""
     weight_ids = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     first_by_id: dict[int, str] = {}
     first_names = {}
@@ -62,9 +62,9 @@ def _make_step_generator(name: str, draw: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{draw} {name}".encode()))
 
 
-def rounding_tolerance(dtype: torch.dtype, size: float) -> float:
-    """Return the tolerance for values of magnitude `size`: rounding alone may change a sum by this much."""
-    return float(NOISE_MULTIPLE * torch.finfo(dtype).eps * size)
+def rounding_tolerance(dtype: torch.dtype, magnitude: float) -> float:
+    """Return the tolerance for values of this magnitude: rounding alone may change a sum by this much."""
+    return float(NOISE_MULTIPLE * torch.finfo(dtype).eps * magnitude)
 
 
 def perturb_copy(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

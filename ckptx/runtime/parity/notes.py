@@ -1,4 +1,4 @@
-"""Notes of `verify --run` that a user should read besides its result."""
+"""Notes of `verify --run` that a user should read in addition to its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAMES = 3  # in a note
 def add_notes(
     log: Log,
     name: str,
-    configs: Sequence[ConfigDifference],
+    config_differences: Sequence[ConfigDifference],
     uncompared_names: Mapping[str, str],
     inputs: Inputs,
     unreached: Sequence[Mapping[str, Any]] | None,
@@ -26,15 +26,15 @@ def add_notes(
     Args:
         log: Log that receives the notes.
         name: Name of the model class.
-        configs: Differences of the configs.
-        uncompared_names: Stored tensors that neither side reads, with the reason of each.
+        config_differences: Result of `compare_configs`.
+        uncompared_names: Name of a tensor of the reference that its class does not compute with -> reason.
         inputs: Inputs that the models ran on.
-        unreached: Rows from `UnreachedParameters`; None without a backward pass.
+        unreached: Result of `UnreachedParameters.list_parameters`; None without a backward pass.
         separate_names: Names that are tied in one checkpoint and separate in the other.
     """
     inert_differences = [
         f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)"
-        for each in configs
+        for each in config_differences
         if each.has_no_effect
     ]
     if inert_differences:
@@ -42,8 +42,7 @@ def add_notes(
     if separate_names:
         log.note(
             f"{_list_some(sorted(separate_names))}: tied in one checkpoint and separate in the other; compared as "
-            "separate "
-            "parameters. Further training would differ"
+            "separate parameters. Further training would differ"
         )
     if uncompared_names:
         log.note(
@@ -57,23 +56,23 @@ def add_notes(
         )
     if unreached:
         descriptions = [
-            f"{row['name']} of {_list_experts(row['experts'])}" if "experts" in row else str(row["name"])
-            for row in unreached
+            f"{each['name']} of {_list_experts(each['experts'])}" if "experts" in each else str(each["name"])
+            for each in unreached
         ]
         log.note(
             f"{name}: no gradient reaches {_list_some(descriptions)}; these were compared in the forward pass at most"
         )
 
 
-def unread_notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Name the stored tensors that no part of the model reads, one line for each reason.
+def unread_notes(unread_tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a note for each reason, with the names of the stored tensors that no part of the model reads.
 
     Args:
-        rows: Rows of `ckptx.runtime.parity.run_report.make_unread_rows`.
+        unread_tensors: Result of `ckptx.runtime.parity.run_report.list_unread_tensors`.
     """
     groups: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        groups.setdefault((" and the ".join(row["stored_in"]), row["reason"]), []).append(row["name"])
+    for each in unread_tensors:
+        groups.setdefault((" and the ".join(each["stored_in"]), each["reason"]), []).append(each["name"])
     for (sides, reason), names in groups.items():
         verb = "holds" if " and " not in sides else "hold"
         tensors = counted(len(names), "tensor")

@@ -67,6 +67,7 @@ class StagePartition(NamedTuple):
 
     @property
     def last_stage(self) -> int:
+        """Number of the last stage."""
         return self.stages.count - 1
 
 
@@ -154,7 +155,7 @@ class OffloadedModel:
         on_logits: Callable[[ComputePass, Tensor], None],
     ) -> None:
         with translate_model_errors(runner.model):
-            output, sent = runner(
+            output, boundary_values = runner(
                 runner.model,
                 self._batch_inputs[index],
                 as_stage_inputs(compute_pass.stage_inputs[runner.number][index]),
@@ -164,7 +165,7 @@ class OffloadedModel:
                 compute_pass.loss += float(compute_loss(logits, self._batches[index]).detach() / len(self._batches))
                 on_logits(compute_pass, full_tensor(logits.detach()))
             else:
-                compute_pass.stage_inputs[runner.number + 1].append(as_stage_inputs(sent))
+                compute_pass.stage_inputs[runner.number + 1].append(as_stage_inputs(boundary_values))
 
     def iter_module_outputs(self) -> Iterator[list[OutputsByCall]]:
         """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
@@ -177,13 +178,13 @@ class OffloadedModel:
                         self._perturb_stage(runner.model, compute_pass),
                         record_outputs(runner.model, outputs_by_pass[index], self.partition.stages, number),
                     ):
-                        _, sent = runner(runner.model, self._batch_inputs[0], inputs_by_pass[index])
-                    inputs_by_pass[index] = clone_outputs(sent)
+                        _, boundary_values = runner(runner.model, self._batch_inputs[0], inputs_by_pass[index])
+                    inputs_by_pass[index] = clone_outputs(boundary_values)
             yield outputs_by_pass
 
     @contextmanager
     def backward(self, number: int, on_gradient: OnGradient | None = None) -> Iterator[StageRunner]:
-        """Run a stage backward, from the last to the first; yields it while it is loaded.
+        """Run one stage backward, and yield it while it is loaded; call this for the last stage first, then down to 0.
 
         Its gradients are complete; that of a tied parameter belongs to the first stage that has it.
 
@@ -242,9 +243,9 @@ class OffloadedModel:
                     parameter.grad = None
             for name, parameter in later_ties.items():
                 if parameter.grad is not None:
-                    before = compute_pass.tied_grads.get((name, index))
+                    later_grad = compute_pass.tied_grads.get((name, index))
                     compute_pass.tied_grads[name, index] = (
-                        parameter.grad if before is None else before.add_(parameter.grad)
+                        parameter.grad if later_grad is None else later_grad.add_(parameter.grad)
                     )
                     parameter.grad = None
         for name, parameter in first_ties.items():
@@ -261,11 +262,13 @@ class OffloadedModel:
         stage_inputs = as_stage_inputs(compute_pass.stage_inputs[runner.number][index])
         input_leaves = [each for each in stage_inputs if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
-            output, sent = runner(runner.model, self._batch_inputs[index], stage_inputs)
+            output, boundary_values = runner(runner.model, self._batch_inputs[index], stage_inputs)
             if runner.number == self.partition.last_stage:
                 outputs, gradients = [self._loss(runner, output, index)], None
             else:
-                outputs, gradients = find_backward_roots(clone_outputs(sent), compute_pass.output_grads[index])
+                outputs, gradients = find_backward_roots(
+                    clone_outputs(boundary_values), compute_pass.output_grads[index]
+                )
         if outputs:
             torch.autograd.backward(outputs, gradients, inputs=[*parameters, *input_leaves])
         compute_pass.output_grads[index] = get_input_grads(stage_inputs)
@@ -277,8 +280,10 @@ class OffloadedModel:
 
     @property
     def _recomputed_ties(self) -> frozenset[str]:
-        """Ties of the last stage and one other, such as a tied head: their gradient is computed when the other runs,
-        with the last one loaded again. Otherwise it would have to be kept for each batch and pass until then.
+        """Names of the ties between the last stage and one other stage, such as a tied head.
+
+        Their gradient is computed when the other stage runs, with the last stage loaded again. Otherwise it would have
+        to be kept for each batch and pass until then.
         """
         return frozenset(
             tie.name for tie in self.partition.ties if len(tie.copies) == 2 and self.partition.last_stage in tie.copies

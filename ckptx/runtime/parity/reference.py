@@ -37,7 +37,7 @@ def make_reference(
     """Return the reference as a whole, or in the fewest stages that stay within the memory limit.
 
     Args:
-        loader: Side of the reference.
+        loader: Loader of the reference.
         facts: Facts about its model.
         batches: Microbatches of one step, of all ranks.
         rank_context: Context of the rank that runs it.
@@ -74,9 +74,9 @@ def partition_reference(model: nn.Module, stages: StageMap, facts: ModelFacts) -
         UnsupportedError: The stages do not compute the same as the whole model.
     """
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    ties_list = tuple(find_ties_across_stages(model, stages))
+    ties = tuple(find_ties_across_stages(model, stages))
     boundaries = find_and_check_boundaries(model, stages, make_batch_factory(model, facts), logits_or_hidden_states)
-    return StagePartition(stages, boundaries, ties_list, noise.find_embeddings(model), dtype)
+    return StagePartition(stages, boundaries, ties, noise.find_embeddings(model), dtype)
 
 
 class ReferenceModel(Protocol):
@@ -98,11 +98,14 @@ class ReferenceModel(Protocol):
         ...
 
     def gradients(self) -> Iterator[list[ReferenceGradient]]:
-        """Yield the gradients after `forward`, some at a time."""
+        """Yield the gradients after `forward`, stage by stage from the last; call it once.
+
+        A whole model yields all of them at once; without a backward pass, the only list is empty.
+        """
         ...
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
-        """Yield the outputs of module calls without and with perturbed embeddings, part by part."""
+        """Yield the outputs of module calls without and with perturbed embeddings, stage by stage."""
         ...
 
 
@@ -111,7 +114,7 @@ class WholeReference(ReferenceModel):
     """A reference that fits in memory.
 
     Attributes:
-        loader: Side of the reference.
+        loader: Loader of the reference.
         batches: Microbatches of one step.
         rank_context: Context of the rank that runs it.
         backward: Also compute gradients.
@@ -125,13 +128,13 @@ class WholeReference(ReferenceModel):
     _gradients: list[ReferenceGradient] = field(default_factory=list)
 
     def forward(self) -> ReferenceResult:
-        """Run the model; of perturbed runs, only the distance of each gradient is kept."""
+        """Run the model unchanged and perturbed; of perturbed gradients, only the largest difference is kept."""
         model = self.loader.load_whole(self.rank_context)
         result = run_step(model, self.batches, backward=self.backward)
         is_repeatable = self.rank_context.device.type == "cpu" or self._is_repeatable(model, result)
         gradients, result.gradients = result.gradients, {}
         distances = dict.fromkeys(gradients, 0.0)
-        logits = loss = 0.0
+        logits_noise = loss_noise = 0.0
 
         def measure(name: str, gradient: Tensor) -> None:
             if name in gradients:
@@ -140,12 +143,11 @@ class WholeReference(ReferenceModel):
         for draw in range(noise.NUM_DRAWS):
             with noise.perturb_embeddings(model, draw):
                 perturbed_result = run_step(model, self.batches, backward=self.backward, on_gradient=measure)
-            logits = max(
-                logits, *(max_abs_difference(a, b) for a, b in zip(result.logits, perturbed_result.logits, strict=True))
-            )
-            loss = max(loss, abs(result.loss - perturbed_result.loss))
+            logits_pairs = zip(result.logits, perturbed_result.logits, strict=True)
+            logits_noise = max(logits_noise, *(max_abs_difference(*pair) for pair in logits_pairs))
+            loss_noise = max(loss_noise, abs(result.loss - perturbed_result.loss))
         self._gradients = [ReferenceGradient(name, each, distances[name]) for name, each in gradients.items()]
-        return ReferenceResult(result, logits, loss, is_repeatable)
+        return ReferenceResult(result, logits_noise, loss_noise, is_repeatable)
 
     def gradients(self) -> Iterator[list[ReferenceGradient]]:
         gradients, self._gradients = self._gradients, []
@@ -153,25 +155,25 @@ class WholeReference(ReferenceModel):
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         model = self.loader.load_whole(self.rank_context)
-        seen: OutputsByCall = {}
-        other: OutputsByCall = {}
-        with record_outputs(model, seen):
+        outputs: OutputsByCall = {}
+        perturbed_outputs: OutputsByCall = {}
+        with record_outputs(model, outputs):
             run_step(model, [inputs], backward=False)
-        with noise.perturb_embeddings(model, 0), record_outputs(model, other):
+        with noise.perturb_embeddings(model, 0), record_outputs(model, perturbed_outputs):
             run_step(model, [inputs], backward=False)
-        yield seen, other
+        yield outputs, perturbed_outputs
 
     def _is_repeatable(self, model: nn.Module, result: StepResult) -> bool:
         """Return True if the device gives the same bits again."""
-        differing: list[str] = []
+        differing_names: list[str] = []
 
         def compare(name: str, gradient: Tensor) -> None:
             if not torch.equal(result.gradients[name], gradient):
-                differing.append(name)
+                differing_names.append(name)
 
         second_result = run_step(model, self.batches, backward=self.backward, on_gradient=compare)
-        logits = all(torch.equal(a, b) for a, b in zip(result.logits, second_result.logits, strict=True))
-        return not differing and logits and result.loss == second_result.loss
+        are_logits_equal = all(torch.equal(a, b) for a, b in zip(result.logits, second_result.logits, strict=True))
+        return not differing_names and are_logits_equal and result.loss == second_result.loss
 
 
 class OffloadedReference(ReferenceModel):
@@ -192,7 +194,7 @@ class OffloadedReference(ReferenceModel):
         """Prepare the passes; no stage is loaded yet.
 
         Args:
-            loader: Side of the reference.
+            loader: Loader of the reference.
             batches: Microbatches of one step.
             rank_context: Context of the rank that runs it.
             partition: Its stages.
@@ -218,8 +220,8 @@ class OffloadedReference(ReferenceModel):
 
         self._model.forward(record, backward=self._backward)
         result.loss = plain_pass.loss
-        loss = max(abs(plain_pass.loss - each.loss) for each in self._passes)
-        return ReferenceResult(result, max(logits_differences), loss, self._is_repeatable)
+        loss_noise = max(abs(plain_pass.loss - each.loss) for each in self._passes)
+        return ReferenceResult(result, max(logits_differences), loss_noise, self._is_repeatable)
 
     def gradients(self) -> Iterator[list[ReferenceGradient]]:
         if not self._backward:
@@ -242,10 +244,8 @@ class OffloadedReference(ReferenceModel):
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         passes = [ComputePass(), ComputePass(0)]
-        found = OffloadedModel(
-            self._model.partition, [inputs], passes, self._stage_opener, self._device
-        ).iter_module_outputs()
-        yield from ((seen, other) for seen, other in found)
+        model = OffloadedModel(self._model.partition, [inputs], passes, self._stage_opener, self._device)
+        yield from ((outputs, perturbed_outputs) for outputs, perturbed_outputs in model.iter_module_outputs())
 
 
 def _open_stage(

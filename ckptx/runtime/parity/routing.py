@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptx.runtime.model.layers import canonical_name
 
-# Parameters of `forward` with the experts of each token, (tokens, chosen).
+# Parameters of `forward` with the experts of each token, (tokens, experts per token).
 _INDEX_PARAMETERS = ("top_k_index", "router_indices", "selected_experts")
 _ROUTER_SUFFIXES = ("Router", "Gating")  # the last word of a class
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
@@ -34,15 +34,15 @@ class Routing(NamedTuple):
     score_routers: Mapping[str, int]
 
     def min_tokens(self, config: Mapping[str, Any]) -> int:
-        """Return the tokens that reach each expert when they are sent to them in turn; 0 without experts.
+        """Return the number of tokens that reach every expert if they are sent to experts in turn; 0 without experts.
 
-        One more than there are turns: the last token of a text predicts nothing, and gets no gradient.
+        It includes one more token than that takes: the last token of a text predicts nothing, and gets no gradient.
         """
-        most = max([*self.expert_counts.values(), *self.score_routers.values()], default=0)
-        chosen = min((number for number in _find_integers(config, _TOP_K_KEYS) if number > 0), default=1)
+        tokens = max([*self.expert_counts.values(), *self.score_routers.values()], default=0)
+        experts_per_token = min((number for number in _find_integers(config, _TOP_K_KEYS) if number > 0), default=1)
         if self.expert_counts and not self.score_routers:
-            most = -(-most // chosen)
-        return most and most + 1
+            tokens = -(-tokens // experts_per_token)
+        return tokens and tokens + 1
 
 
 def find_routing(model: nn.Module) -> Routing:
@@ -80,12 +80,13 @@ def install_even_routing(model: nn.Module, routing: Routing) -> None:
 
 
 def _find_index_parameter(module: nn.Module) -> tuple[int, str] | None:
-    """Return the position (without `self`) and name of the parameter with the chosen experts, or None."""
+    """Return the position (without `self`) and name of the parameter with the chosen experts; None without one."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return next(((place, name) for place, name in enumerate(names) if name in _INDEX_PARAMETERS), None)
+    return next(((position, name) for position, name in enumerate(names) if name in _INDEX_PARAMETERS), None)
 
 
 def _count_experts(module: nn.Module) -> int:
+    """Return the number of experts: the first dim of fused weights, which have 3 dims, else the number of children."""
     fused = next((each for each in module.parameters(recurse=False) if each.dim() == 3), None)
     return int(fused.shape[0]) if fused is not None else len(list(module.children()))
 
@@ -106,10 +107,12 @@ def _make_turn_hook(parameter: tuple[int, str], count: int) -> Callable[..., tup
 
 
 def _replace_by_turns(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Replace the second half of (tokens, chosen) by one expert after another."""
-    tokens, chosen = indices.shape
+    """Replace the second half of indices (tokens, experts per token) by one expert after another."""
+    tokens, experts_per_token = indices.shape
     half = tokens // 2
-    turn = torch.arange((tokens - half) * chosen, device=indices.device).reshape(-1, chosen) % count
+    turn = (
+        torch.arange((tokens - half) * experts_per_token, device=indices.device).reshape(-1, experts_per_token) % count
+    )
     return torch.cat([indices[:half], turn.to(indices.dtype)])
 
 

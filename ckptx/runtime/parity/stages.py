@@ -51,8 +51,8 @@ def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePla
         schedule=options.schedule,
         split=options.pp_split,
         activation_checkpointing=options.checkpointing_mode,
-        batches=make_batch_factory(model, facts),
-        output=logits_or_hidden_states,
+        make_batches=make_batch_factory(model, facts),
+        get_output=logits_or_hidden_states,
     )
     if plan.microbatches < plan.stages.count:
         log.note(
@@ -63,12 +63,16 @@ def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePla
     return plan
 
 
-def find_stage_of_row(plan: PipelinePlan, row: Mapping[str, Any]) -> int | None:
-    """Return the stage of a difference: that of its tensor, or the last one for an output of the model."""
-    if row["level"] == "config":
+def find_stage_of_difference(plan: PipelinePlan, difference: Mapping[str, Any]) -> int | None:
+    """Return the stage of a difference in the report: that of its tensor, or the last one for an output of the model.
+
+    None for a difference of the configs.
+    """
+    if difference["level"] == "config":
         return None
-    last = plan.stages.count - 1
-    return last if row["level"] == "forward" else plan.stages.stage_of(row.get("model_name", row["name"]))
+    if difference["level"] == "forward":
+        return plan.stages.count - 1
+    return plan.stages.stage_of(difference.get("model_name", difference["name"]))
 
 
 def make_batch_factory(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
@@ -106,18 +110,19 @@ class LocalStages:
             self.meta_models[number] = loader.build_parallel(mesh, make)
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
-        """Run one step; ranks that have the last stage return logits and the loss."""
-        models = {number: built.model for number, built in self.meta_models.items()}
+        """Run one step; on a rank without the last stage, the result has no logits, and its loss is NaN."""
+        models = {number: each.model for number, each in self.meta_models.items()}
         for model in models.values():
             model.eval()
             model.zero_grad(set_to_none=True)
         self._batches, self._logits = batches, {}
-        given = [make_forward_arguments(model, each) for each in batches]
-        with translate_model_errors(model):
+        last_model = models[max(models)]
+        arguments = [make_forward_arguments(last_model, each) for each in batches]
+        with translate_model_errors(last_model):
             if self._pipeline is None:  # only once, because it replaces `forward` of the models
                 self._pipeline = self._plan.pipeline(models, self._mesh)
             pipeline = self._pipeline
-            losses = pipeline.step(given, self._loss) if backward else pipeline.forward(given, self._loss)
+            losses = pipeline.step(arguments, self._loss) if backward else pipeline.forward(arguments, self._loss)
         result = StepResult(logits=[self._logits[index] for index in sorted(self._logits)])
         result.loss = sum(map(float, losses)) if losses else math.nan  # in the order of the reference
         return result
@@ -134,8 +139,8 @@ class LocalStages:
         """
         outputs_by_stage: dict[int, OutputsByCall] = {number: {} for number in self.meta_models}
         with ExitStack() as stack:
-            for number, built in self.meta_models.items():
-                stack.enter_context(record_outputs(built.model, outputs_by_stage[number], self._plan.stages, number))
+            for number, each in self.meta_models.items():
+                stack.enter_context(record_outputs(each.model, outputs_by_stage[number], self._plan.stages, number))
             self.run([inputs], backward=False)
         own_rank, first_rank, size = dist.get_rank(), 0, dist.get_world_size(self._group)
         if first_rank not in dist.get_process_group_ranks(self._group):

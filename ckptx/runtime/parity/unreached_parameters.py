@@ -16,18 +16,18 @@ class UnreachedParameters:
     def __init__(self, facts: ModelFacts) -> None:
         """Expect gradients of the model that `facts` describes."""
         self._facts = facts
-        self._rows: dict[str, dict[str, Any] | None] = {}
+        self._unreached: dict[str, dict[str, Any] | None] = {}  # None for a parameter that a gradient reaches
 
     def record(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record gradients of one backward step, by canonical name."""
-        self._rows |= {name: self._row(name, each) for name, each in gradients.items()}
+        self._unreached |= {name: self._describe_unreached(name, each) for name, each in gradients.items()}
 
-    def make_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each unreached parameter: its `name`, and `experts` if only some were not reached."""
-        candidates = (self._rows.get(name, {"name": name}) for name in sorted(self._facts.trained_names))
-        return [row for row in candidates if row is not None]
+    def list_parameters(self) -> list[dict[str, Any]]:
+        """Return `name` of each unreached parameter, and the numbers of its `experts` if only some are unreached."""
+        candidates = (self._unreached.get(name, {"name": name}) for name in sorted(self._facts.trained_names))
+        return [each for each in candidates if each is not None]
 
-    def _row(self, name: str, gradient: torch.Tensor) -> dict[str, Any] | None:
+    def _describe_unreached(self, name: str, gradient: torch.Tensor) -> dict[str, Any] | None:
         if not bool(gradient.any()):
             return {"name": name}
         count = self._facts.routing.expert_counts.get(name.rpartition(".")[0])

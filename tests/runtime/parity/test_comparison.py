@@ -22,7 +22,7 @@ from ckptx.runtime.parity.comparison import (
     RankParameter,
     ReferenceGradient,
     ReferenceResult,
-    make_difference_row,
+    make_difference,
 )
 from ckptx.runtime.parity.distances import max_abs_difference
 from ckptx.runtime.parity.execution import StepResult
@@ -71,6 +71,12 @@ def test_furthest_is_what_numpy_says(a: np.ndarray[Any, Any], data: st.DataObjec
     assert found == max_abs_difference(torch.from_numpy(a[order]), torch.from_numpy(b[order]))
 
 
+def test_the_largest_value_is_nan_in_any_chunk() -> None:
+    values = torch.ones(3 * distances.CHUNK_NUMEL)
+    values[-1] = math.nan
+    assert math.isnan(distances.max_abs(values)) and math.isnan(distances.max_abs(values.flip(0)))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=5), st.data())
 def test_furthest_grows_with_what_was_added(values: list[int], data: st.DataObject) -> None:
@@ -107,7 +113,7 @@ def test_divergence_and_cosine() -> None:
 def test_a_difference_is_named_as_on_disk(stored: dict[str, list[str]]) -> None:
     for name in "abc":
         names = stored.get(name, [name])
-        row = make_difference_row("bytes", 3, name, {key: tuple(each) for key, each in stored.items()})
+        row = make_difference("bytes", 3, name, {key: tuple(each) for key, each in stored.items()})
         assert (row["level"], row["rank"], row["name"]) == ("bytes", 3, names[0])
         assert row.get("names", 1) == len(names)
         assert row.get("model_name", names[0]) == name
@@ -394,12 +400,55 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_equal(process: RankContext,
     assert names_of(made) == [("gradients", "b.0")]
 
 
+# Modules next to each other share a scope, such as the projections of an attention.
+PLACES = {
+    "layers.0.attn.k.bias": "layers.0.attn", "layers.0.attn.q.weight": "layers.0.attn",
+    "layers.0.mlp.up.weight": "layers.0.mlp", "layers.1.attn.q.weight": "layers.1.attn",
+    "layers.0.attn.weight": "layers.0", "norm.weight": "", "a": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("large", PLACES)
+@pytest.mark.parametrize("small", PLACES)
+def test_zero_but_for_rounding_is_judged_beside_neighbors_and_not_the_whole_model(
+    process: RankContext, small: str, large: str
+) -> None:
+    """A large gradient in another module does not excuse that all of a small one is wrong."""
+    if small == large:
+        names = {small: 1.0}
+    else:
+        names = {small: 1.0, large: 1e9}
+    parameters = []
+    for name, size in names.items():
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.full((2,), size if name == large and small != large else -size)
+        parameters.append(RankParameter(name, parameter, None))
+    made = Comparison(process, {}, is_exact=False)
+    made.compare_gradients(
+        [ReferenceGradient(name, torch.full((2,), size), 0.0) for name, size in names.items()], parameters
+    )
+    made.report_missing_gradients()
+    made.finish_gradients()
+    is_excused = small != large and PLACES[small] == PLACES[large]
+    assert [row["name"] for row in made.differences] == ([] if is_excused else [small])
+    assert made.inconclusive == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(PLACES)), st.floats(0, 10), min_size=1))
+def test_the_largest_of_neighbors(sizes: dict[str, float]) -> None:
+    found = comparison._largest_by_module(sizes)
+    for name in sizes:
+        assert found[name] == max(size for other, size in sizes.items() if PLACES[other] == PLACES[name])
+    assert found.keys() == sizes.keys()
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_gradient_that_is_no_number_on_both_sides_differs(process: RankContext, value: float) -> None:
     both = GRADIENT.clone()
     both[1, 1] = value
     (row,) = backward(process, Two(both.clone()), a=both).differences
-    assert (row["name"], row["what"]) == ("disk.a", "not finite, reference and checkpoint")
+    assert (row["name"], row["what"]) == ("disk.a", "not finite in the reference and the checkpoint")
 
 
 def test_bands_change_no_number(process: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch import nn
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.stages import Stack, StageMap
 from ckptx.options.verify import RunOptions
+from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.plan import PipelinePlan
 from ckptx.runtime.parallel.pipeline.schedules import find_schedule
-from ckptx.runtime.parity import divergence, execution, noise, run_report
+from ckptx.runtime.parity import divergence, execution, forward, noise, run_report
 from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.divergence import OutputsByCall
 from ckptx.runtime.parity.reference import WholeReference
-from ckptx.runtime.parity.stages import find_stage_of_row
+from ckptx.runtime.parity.stages import find_stage_of_difference
 from tests.support.small_modules import RANK_CONTEXT, ULP, Chosen, InPlace, Looped, Scaled, inputs_of
 
 IDS = [[0, 1], [2, 3]]
@@ -144,11 +146,12 @@ def test_a_model_without_embeddings_has_no_noise() -> None:
 def share_of(**found: Any) -> dict[str, Any]:
     """What one rank tells the others."""
     plain: dict[str, Any] = {
-        "rows": [], "inconclusive": [], "dtype": "float32", "read": 10, "nbytes": 8, "max_abs": 0.0,
+        "differences": [], "inconclusive": [], "dtype": "float32", "bytes_read": 10, "nbytes": 8, "max_abs": 0.0,
         "max_abs_tolerance": 1.0, "logits_std": 3.0, "kl": 0.0, "cosine": 1.0,
         "loss": 2.0, "loss_reference": 2.0, "loss_tolerance": 0.5, "gradients": 3, "grad_max_abs": 0.0,
-        "grad_closest_to_tolerance": ["", 0.0], "by_tensor": {}, "names": list("abcde"), "wrapped": 0, "pieces": 1,
-        "gathered": {}, "sharded": 1, "peak_rss": 1 << 20,
+        "grad_closest_to_tolerance": ["", 0.0], "gradient_distances": {}, "loaded_names": list("abcde"),
+        "wrapped_layers": 0, "reference_parts": 1, "gathered_modules": {}, "sharded_parameters": 1,
+        "peak_rss": 1 << 20,
     }  # fmt: skip
     return plain | found
 
@@ -167,12 +170,12 @@ def test_the_report_has_the_worst_of_all_ranks() -> None:
         max_abs=0.25, kl=0.5, cosine=0.75, grad_max_abs=1.0, grad_closest_to_tolerance=["a", 0.5], nbytes=6
     )
     second = share_of(
-        max_abs=0.5, kl=0.25, cosine=0.5, grad_max_abs=2.0, grad_closest_to_tolerance=["b", 0.25], read=30
+        max_abs=0.5, kl=0.25, cosine=0.5, grad_max_abs=2.0, grad_closest_to_tolerance=["b", 0.25], bytes_read=30
     )
     for shares in ((first, second), (second, first)):
         found = report_of(*shares)
         assert (found["exit"], found["bytes_read"]) == (0, 40)
-        assert found["bytes_read_per_rank"] == [each["read"] for each in shares]
+        assert found["bytes_read_per_rank"] == [each["bytes_read"] for each in shares]
         numbers = [found[name] for name in ("max_abs", "kl", "cosine", "grad_max_abs", "grad_closest_to_tolerance")]
         assert numbers == [0.5, 0.5, 0.5, 2.0, ["a", 0.5]]
         assert [row["max_abs"] for row in found["ranks"]] == [each["max_abs"] for each in shares]
@@ -191,7 +194,7 @@ def test_what_is_no_number_on_one_rank_is_none_in_the_report(rank: int) -> None:
 
 def test_a_row_of_any_rank_makes_the_exit_1() -> None:
     row = {"level": "bytes", "rank": 1, "name": "x", "max_abs": float("nan")}
-    found = report_of(share_of(), share_of(rows=[row]))
+    found = report_of(share_of(), share_of(differences=[row]))
     assert (found["exit"], found["differing"]) == (1, [row | {"max_abs": "nan"}])
     assert [each["differing"] for each in found["ranks"]] == [0, 1]
 
@@ -214,10 +217,10 @@ def test_without_a_backward_pass_the_report_has_no_gradients() -> None:
 
 
 def test_each_gradient_is_that_of_the_rank_where_it_is_furthest() -> None:
-    shares = [share_of(by_tensor=found) for found in (
+    shares = [share_of(gradient_distances=found) for found in (
         {"a": (0.5, 1.0), "b": (0.0, 4.0)}, {"a": (0.75, 2.0)}, {"a": (0.25, 3.0), "c": (float("inf"), 1.0)},
     )]  # fmt: skip
-    rows = run_report.find_worst_by_tensor(shares, {"a": ("disk.a",)})
+    rows = run_report.find_largest_gradient_differences(shares, {"a": ("disk.a",)})
     assert [(row["rank"], row["name"], row["max_abs"], row["tolerance"]) for row in rows] == [
         (1, "disk.a", 0.75, 2.0), (0, "b", 0.0, 4.0), (2, "c", "inf", 1.0),
     ]  # fmt: skip
@@ -229,7 +232,10 @@ def test_the_layers_of_every_stage_are_counted_once() -> None:
     dims = ParallelDims(tp=2, pp=2)
     schedule = find_schedule("1f1b")
     cut = PipelinePlan(schedule, StageMap([Stack("layers", 5)], 2), StageBoundaries(((), ()), {}), (), 3)
-    shares = [share_of(wrapped=wrapped, names=names) for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))]
+    shares = [
+        share_of(wrapped_layers=wrapped, loaded_names=names)
+        for wrapped, names in ((3, "ab"), (3, "ab"), (2, "bc"), (2, "bc"))
+    ]
     options = RunOptions(tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate)
     found = run_report.build_run_report(options, shares, inputs_of(IDS), {}, [], cut).to_dict()
     assert (found["checkpointed_layers"], found["compared"], found["stages"], found["microbatches"]) == (5, 3, 2, 3)
@@ -241,17 +247,17 @@ def test_a_difference_has_the_stage_of_its_tensor() -> None:
     stages = StageMap([Stack("model.layers", 2, (), ("model.norm", "lm_head"))], 2)
     cut = PipelinePlan(find_schedule("gpipe"), stages, StageBoundaries(((), ()), {}), (), 2)
     for name, stage in (("model.layers.0.a", 0), ("model.layers.1.a", 1), ("lm_head.weight", 1), ("model.x", 0)):
-        assert find_stage_of_row(cut, {"level": "bytes", "name": name}) == stage
-        assert find_stage_of_row(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
-    assert find_stage_of_row(cut, {"level": "forward", "name": "logits"}) == 1
-    assert find_stage_of_row(cut, {"level": "config", "name": "hidden_act"}) is None
+        assert find_stage_of_difference(cut, {"level": "bytes", "name": name}) == stage
+        assert find_stage_of_difference(cut, {"level": "gradients", "name": "on.disk", "model_name": name}) == stage
+    assert find_stage_of_difference(cut, {"level": "forward", "name": "logits"}) == 1
+    assert find_stage_of_difference(cut, {"level": "config", "name": "hidden_act"}) is None
 
 
 def test_modules_that_ran_gathered_are_counted_by_pattern_and_memory_is_that_of_the_largest_rank() -> None:
     layers = {f"model.layers.{layer}.self_attn": ("parameters", False) for layer in range(3)}
     shares = [
-        share_of(gathered=layers, peak_rss=5 << 20),
-        share_of(gathered={**layers, "lm_head": ("output", True)}, peak_rss=9 << 20),
+        share_of(gathered_modules=layers, peak_rss=5 << 20),
+        share_of(gathered_modules={**layers, "lm_head": ("output", True)}, peak_rss=9 << 20),
     ]
     found = report_of(*shares)
     assert found["gathered_modules"] == [
@@ -260,3 +266,22 @@ def test_modules_that_ran_gathered_are_counted_by_pattern_and_memory_is_that_of_
     ]
     assert (found["peak_rss"], found["peak_rss_of"]) == (9 << 20, "largest rank")
     assert [row["peak_rss"] for row in found["ranks"]] == [5 << 20, 9 << 20]
+
+
+# ------------------------------------------------------------------------------------------- what has to be exact
+
+
+MESHES = [(tp, pp, dp) for tp, pp, dp in product((1, 2), repeat=3)]
+
+
+@pytest.mark.parametrize(("mesh", "repeatable", "compiled"), product(MESHES, (True, False), (True, False)))
+def test_only_the_same_operations_in_the_same_order_are_exact(
+    mesh: tuple[int, int, int], repeatable: bool, compiled: bool
+) -> None:
+    """Those of one rank, and of pipeline stages: TP and FSDP reorder sums, compiled code and some devices round."""
+    tp, pp, dp = mesh
+    options = RunOptions(tp=tp, pp=pp, dp_shard=dp, compile=compiled)
+    context = RankContext(0, tp * pp * dp, torch.device("cpu"))
+    result = ReferenceResult(execution.StepResult([], 1.0), 0.0, 0.0, is_repeatable=repeatable)
+    assert forward._is_exact(result, context, options) is (tp == dp == 1 and repeatable and not compiled)
+    assert forward._is_exact(None, context, options) is False

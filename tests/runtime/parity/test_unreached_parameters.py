@@ -21,7 +21,7 @@ def unreached(gradients: dict[str, torch.Tensor], known: ModelFacts) -> list[dic
     found = UnreachedParameters(known)
     for name, each in gradients.items():
         found.record({name: each})
-    return found.make_rows()
+    return found.list_parameters()
 
 
 def test_a_parameter_without_a_gradient_or_with_zeros_was_not_reached() -> None:

@@ -17,9 +17,8 @@ import torch
 from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, Batch, MultimodalInput, make_random_tensor
 
 Config = Mapping[str, Any]
-SoundForm = Callable[
-    ..., MultimodalInput | None
-]  # takes a config, a batch size, a generator, and the settings of its row
+# Takes a config, a batch size, a generator, and the settings of its correction row.
+SoundForm = Callable[..., MultimodalInput | None]
 EncoderForm = Callable[..., Batch]
 
 _TOKENS = 4  # length of a sound in tokens, unless the class fixes it
@@ -180,7 +179,8 @@ def _folded_waveform(config: Config, batch_size: int, generator: torch.Generator
     return _make_insert(config, _TOKENS, tensors)
 
 
-# Functions by the name that the rows of a model type use. They return None for a config without a tower.
+# Functions by the name that the corrections of a model type use. If the tower of the class is optional, the function
+# returns None for a config without it.
 FORMS: Mapping[str, SoundForm] = {
     "added_to_text": _added_to_text,
     "chunk": _chunk,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import InvalidCorrectionError
+from ckptx.architecture.correction_types import InputCorrection
 from ckptx.architecture.corrections import corrections_of
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.parity.inputs import audio, images
@@ -26,7 +26,7 @@ _FIRST_TEXT_TOKEN = 3  # smaller ids are padding, begin and end in most vocabula
 FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "images": images.FORMS,
     "audio": audio.FORMS,
-    "heard": audio.ENCODER_FORMS,
+    "encoder_audio": audio.ENCODER_FORMS,
 }
 # Keys of a config that describe a tower, and the kind of input that the tower takes.
 _TOWER_KINDS = {"vision_config": "images", "audio_config": "audio", "speech_config": "audio", "encoder_config": "audio"}
@@ -58,7 +58,7 @@ def make_inputs(
     shards: int = 1,
     min_tokens: int = 0,
     is_padded: bool = False,
-    images: int | None = None,
+    inserts_per_sequence: int = 1,
 ) -> Inputs:
     """Return inputs for a model with this `config.json`.
 
@@ -66,10 +66,12 @@ def make_inputs(
         config: Config as a mapping, with the defaults of its class.
         batch_size: Batch size.
         seed: Seed of tokens, pixels and sounds.
-        shards: Number of vocabulary shards; the first and last token of each shard are in every batch.
+        shards: Number of vocabulary shards; the first and last token of each shard, special tokens aside, are in every
+            batch.
         min_tokens: Minimum number of text tokens per sequence.
-        is_padded: Pad the end of the first sequence, and add an attention mask.
-        images: Images, and sounds, per sequence, for a model that takes them. None is one of each.
+        is_padded: Pad the end of the first sequence, and add an attention mask. Without effect for a batch size of 1;
+            an audio encoder-decoder gets no mask.
+        inserts_per_sequence: Number of images, and number of sounds, per sequence, for a model that takes them.
 
     Raises:
         UnsupportedError: The model has no vocabulary, or one of special tokens only.
@@ -78,15 +80,17 @@ def make_inputs(
     is_padded = is_padded and batch_size > 1
     ids = _make_random_tokens(config, batch_size, generator, shards, min_tokens, is_padded)
     rows_by_kind = _find_rows_by_kind(config)
-    encoder_row = rows_by_kind.get("heard")
+    encoder_row = rows_by_kind.get("encoder_audio")
     if encoder_row is not None and config.get("is_encoder_decoder"):  # a decoder on its own takes no sound
         batch = _make_form(encoder_row, config, batch_size, generator)
-        return Inputs({**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _count_vocabulary(config, ids))
+        return Inputs(
+            {**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _vocabulary_coverage(config, ids)
+        )
     if config.get("is_encoder_decoder"):
         target = _make_random_tokens(config, batch_size, generator, shards, min_tokens)
         batch = {"input_ids": ids, "decoder_input_ids": target, **_make_mask(ids, is_padded)}
         return _collect_inputs(config, batch, target.clone(), ["text"])
-    inserts = _repeat_inserts(config, batch_size, 1 if images is None else images, generator)
+    inserts = _repeat_inserts(config, batch_size, inserts_per_sequence, generator)
     batch, labels = _insert_placeholders(inserts.values(), ids) if inserts else ({"input_ids": ids}, ids.clone())
     if is_padded:
         labels[0, -_PADDING:] = -100
@@ -121,7 +125,10 @@ def _repeat_inserts(
 
 
 def find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that describes the language model."""
+    """Return a config merged with the part of it that describes the language model, whose values take precedence.
+
+    In a config with a thinker, only the thinker is considered. A config without such a part is returned as it is.
+    """
     for key in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(key), Mapping):
             return {**config, **config[key]}
@@ -129,15 +136,18 @@ def find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return find_text_config(thinker) if isinstance(thinker, Mapping) else config
 
 
-def _find_rows_by_kind(config: Mapping[str, Any]) -> dict[str, InputRow]:
+def _find_rows_by_kind(config: Mapping[str, Any]) -> dict[str, InputCorrection]:
     """Return the correction rows about the inputs of a class, by kind."""
     names = ("", *(config.get("architectures") or ()))
     rows = corrections_of(str(config.get("model_type"))).inputs
     return {row.kind: row for row in rows if row.class_name in names}
 
 
-def _make_form(row: InputRow, config: Mapping[str, Any], batch_size: int, generator: torch.Generator) -> Any:
-    """Call the form function of a correction row.
+def _make_form(row: InputCorrection, config: Mapping[str, Any], batch_size: int, generator: torch.Generator) -> Any:
+    """Return the input that a correction row describes.
+
+    Returns:
+        A `MultimodalInput`, or None for a config without this tower; for the kind "encoder_audio" a `Batch`.
 
     Raises:
         InvalidCorrectionError: The row names an unknown form, or settings that it does not take.
@@ -173,7 +183,9 @@ def _make_random_tokens(
     min_tokens: int = 0,
     is_padded: bool = False,
 ) -> torch.Tensor:
-    """Return random tokens that are not special, (batch, length); with padding, the first sequence ends with one token.
+    """Return random tokens that are not special, (batch, length).
+
+    With padding, the last 3 tokens of the first sequence are one repeated token.
 
     Raises:
         UnsupportedError: The model has no vocabulary, or one of special tokens only.
@@ -191,8 +203,7 @@ def _make_random_tokens(
     if not len(allowed):
         raise UnsupportedError(
             f"{config.get('model_type')}: vocab_size {vocabulary_size} leaves no token from {_FIRST_TEXT_TOKEN} on "
-            "that is not special; "
-            "compare the bytes without --run"
+            "that is not special; compare the bytes without --run"
         )
     edge_tokens = _find_shard_edge_tokens(allowed, vocabulary_size, shards)
     padding = _PADDING if is_padded else 0
@@ -239,11 +250,14 @@ def _insert_placeholders(inserts: Iterable[MultimodalInput], ids: torch.Tensor) 
 
 def _collect_inputs(config: Mapping[str, Any], batch: Batch, labels: torch.Tensor, kinds: list[str]) -> Inputs:
     towers = {kind for key, kind in _TOWER_KINDS.items() if isinstance(config.get(key), Mapping)}
-    words = _count_vocabulary(config, *(batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch))
-    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))), words)
+    coverage = _vocabulary_coverage(
+        config, *(batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch)
+    )
+    return Inputs(batch, labels, tuple(kinds), tuple(sorted(towers - set(kinds))), coverage)
 
 
-def _count_vocabulary(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple[int, int]:
+def _vocabulary_coverage(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple[int, int]:
+    """Return the number of distinct tokens, and the size of the vocabulary."""
     return len(torch.cat([each.reshape(-1) for each in ids]).unique()), int(find_text_config(config)["vocab_size"])
 
 

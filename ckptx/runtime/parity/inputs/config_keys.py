@@ -19,7 +19,11 @@ IMAGE_WIDTH = IMAGE_HEIGHT + 1  # width, different so that swapped sizes are det
 
 
 def find_image_token(config: Config) -> int:
-    """Return the placeholder token that image features replace; its key depends on the class."""
+    """Return the placeholder token that image features replace; its key depends on the class.
+
+    Raises:
+        KeyError: The config names none.
+    """
     for key in ("image_token_id", "image_token_index"):
         if isinstance(config.get(key), int):
             return int(config[key])
@@ -41,6 +45,7 @@ def first_size(size: Any) -> int:
 
 
 def count_channels(config: Config) -> int:
+    """Return the number of channels of an image; 3 unless the config of the tower has one of the usual keys."""
     vision = config["vision_config"]
     return int(vision.get("in_channels", vision.get("in_chans", vision.get("num_channels", 3))))
 
@@ -52,5 +57,6 @@ def count_patches_per_side(config: Config) -> int:
 
 
 def make_square_image(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
+    """Return one image of the tower's size per sequence: `pixel_values` of shape (batch, channels, size, size)."""
     size = first_size(config["vision_config"]["image_size"])
     return {"pixel_values": make_random_tensor(generator, batch_size, count_channels(config), size, size)}

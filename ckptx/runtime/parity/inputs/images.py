@@ -1,9 +1,8 @@
 """One image per sequence, of the smallest size that the config of a class allows: a function for each form.
 
 A form is a layout of the image inputs. This module has the forms of whole images and the table of all forms; those of
-patches are in `patches`. The section `inputs` in the corrections file of a class, which has hand-written facts, names
-its form. Shapes and masks are those that the processor of the class
-returns. `n` below is the batch size.
+patches are in `patches`. The section `inputs` in the corrections of a class names its form. Shapes and masks are those
+that the processor of the class returns. `n` below is the batch size.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from math import isqrt
 
 import torch
 
-from ckptx.architecture.correction_rows import TowerRow
+from ckptx.architecture.correction_types import TowerCorrection
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.parity.inputs import patches
 from ckptx.runtime.parity.inputs.config_keys import (
@@ -55,14 +54,14 @@ def _count_every_patch(config: Config, side: int) -> int:
     return side * side
 
 
-def _of_any_tower(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_image_for_any_tower(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for Llava, whose tower may be of any model type; the corrections of that type give its form."""
     if any(row.any_size for row in _tower_rows(config)):
-        return _any_size(1, config, batch_size, generator)
+        return _make_image_of_any_size(1, config, batch_size, generator)
     return _fixed_form(_count_selected)(config, batch_size, generator)
 
 
-def _tower_rows(config: Config) -> tuple[TowerRow, ...]:
+def _tower_rows(config: Config) -> tuple[TowerCorrection, ...]:
     return corrections_of(str(config["vision_config"].get("model_type"))).as_tower
 
 
@@ -91,7 +90,7 @@ def _make_pooled_image(config: Config, batch_size: int, generator: torch.Generat
     return MultimodalInput(tokens, token, make_square_image(config, batch_size, generator), ("token_type_ids", 1))
 
 
-def _of_timm(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
+def _make_image_for_timm(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
     """Make an image of 768 pixels, as the processor does: towers of timm have no size in the config."""
     if config.get("vision_config") is None:
         return None
@@ -112,7 +111,7 @@ def _make_shuffled_image(config: Config, batch_size: int, generator: torch.Gener
     return MultimodalInput(tokens, token, make_square_image(config, batch_size, generator))
 
 
-def _cross_attended(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_cross_attended_tiles(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make one image with the largest number of tiles, so that no tile is padding.
 
     The image has no tokens in the text, which attends to it from its placeholder on. `pixel_values` is (n, 1, tiles,
@@ -127,17 +126,17 @@ def _cross_attended(config: Config, batch_size: int, generator: torch.Generator)
         "aspect_ratio_mask": torch.ones(batch_size, 1, tiles, dtype=torch.long),
     }
 
-    def seen_by(ids: torch.Tensor) -> Batch:
+    def make_cross_attention_mask(ids: torch.Tensor) -> Batch:
         after = (ids == token).long().cumsum(1)
         return {"cross_attention_mask": after[:, :, None, None].expand(-1, -1, 1, tiles).contiguous()}
 
-    return MultimodalInput([token], token, tensors, make_text_arguments=seen_by)
+    return MultimodalInput([token], token, tensors, make_text_arguments=make_cross_attention_mask)
 
 
 # ------------------------------------------------------------------------------ tiles of the tower's size, one overview
 
 
-def _tiles(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_tiles(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of the smallest size offered: an overview and its tiles, each row of patches with a newline.
 
     `pixel_values` is (n, 1 + tiles, channels, size, size).
@@ -162,12 +161,12 @@ def _tiles(config: Config, batch_size: int, generator: torch.Generator) -> Multi
 # -------------------------------------------------------------------------------------------------- images of any size
 
 
-def _with_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_image_with_size(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image and its size, for Pixtral and similar towers; `spatial_merge_size` patches per side are a token."""
-    return _any_size(int(config["spatial_merge_size"]), config, batch_size, generator)
+    return _make_image_of_any_size(int(config["spatial_merge_size"]), config, batch_size, generator)
 
 
-def _any_size(merge: int, config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_image_of_any_size(merge: int, config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image of which `merge` patches per side are one token."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * merge
     height, width = size * IMAGE_HEIGHT, size * IMAGE_WIDTH
@@ -178,7 +177,7 @@ def _any_size(merge: int, config: Config, batch_size: int, generator: torch.Gene
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
 
-def _downsampled_of_any_size(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+def _make_downsampled_image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make an image for interpolated positions; a token is `1 / downsample_ratio` patches high and wide."""
     patch, token = config["vision_config"]["patch_size"], find_image_token(config)
     patch_height, patch_width = patch if isinstance(patch, list | tuple) else (patch, patch)
@@ -229,19 +228,20 @@ def _masked_form(count: Callable[[Config], int], side: Callable[[Config], int]) 
     return image
 
 
-_resampled = _masked_form(
+_make_resampled_image = _masked_form(
     lambda config: int(config["perceiver_config"]["resampler_n_latents"]), lambda config: IMAGE_HEIGHT
 )
-_masked_shuffled = _masked_form(
+_make_masked_shuffled_image = _masked_form(
     lambda config: IMAGE_HEIGHT**2, lambda config: int(config["scale_factor"]) * IMAGE_HEIGHT
 )
 
 
-# Functions by the name that the rows of a model type use. They return None for a config without a tower.
+# Functions by the name that the corrections of a model type use. If the tower of the class is optional, the function
+# returns None for a config without it.
 FORMS: Mapping[str, Form] = {
-    "any_size_downsampled": _downsampled_of_any_size,
+    "any_size_downsampled": _make_downsampled_image,
     "any_size_folded": _make_folded_image,
-    "any_size_with_sizes": _with_sizes,
+    "any_size_with_sizes": _make_image_with_size,
     "fixed_downsampled": _fixed_form(_count_downsampled),
     "fixed_every_patch": _fixed_form(_count_every_patch),
     "fixed_halved_twice": _fixed_form(_count_halved_twice),
@@ -254,14 +254,14 @@ FORMS: Mapping[str, Form] = {
     "flat_patches_unmerged": patches.flat_unmerged,
     "flat_patches_untyped": patches.flat_untyped,
     "large_patches": patches.large,
-    "masked_resampled": _resampled,
-    "masked_shuffled": _masked_shuffled,
-    "of_any_tower": _of_any_tower,
-    "of_timm": _of_timm,
+    "masked_resampled": _make_resampled_image,
+    "masked_shuffled": _make_masked_shuffled_image,
+    "of_any_tower": _make_image_for_any_tower,
+    "of_timm": _make_image_for_timm,
     "padded_patches": patches.padded,
     "placed_patches": patches.placed,
     "queries_by_patches": _make_image_for_queries,
     "square_patches": patches.square,
-    "tiles": _tiles,
-    "tiles_cross_attended": _cross_attended,
+    "tiles": _make_tiles,
+    "tiles_cross_attended": _make_cross_attended_tiles,
 }

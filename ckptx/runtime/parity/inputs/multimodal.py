@@ -13,7 +13,7 @@ TEXT_LENGTH = 12  # text tokens per sequence
 
 
 class MultimodalInput(NamedTuple):
-    """One image or one sound per sequence.
+    """Images or sounds for each sequence of a batch.
 
     Attributes:
         tokens: Tokens inserted into every sequence, in order.

@@ -22,21 +22,21 @@ from ckptx.runtime.parity.inputs.multimodal import MultimodalInput, make_random_
 def flat(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make patches as for Qwen2-VL and its successors: those of all images in one dim, and the grid of each image.
 
-    `pixel_values` is (n * patches, channels * frames * patch * patch): an image is a film that stands still. The class
-    sees where images are from the type of each token. Where layers see a window of the image, it has more than one.
+    `pixel_values` is (n * patches, channels * frames * patch * patch): an image counts as a video with equal frames.
+    The class finds images by the type of each token. If layers attend to windows, the image has more than one window.
     """
     vision, token = config["vision_config"], find_image_token(config)
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
-    high = max(IMAGE_HEIGHT, int(vision.get("window_size") or 0) // (patch * merge) + 1)
-    wide = high + 1
-    patches = high * wide * merge * merge
-    width = count_channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
+    height = max(IMAGE_HEIGHT, int(vision.get("window_size") or 0) // (patch * merge) + 1)  # in tokens
+    width = height + 1
+    patches = height * width * merge * merge
+    patch_numel = count_channels(config) * int(vision.get("temporal_patch_size", 2)) * patch * patch
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size * patches, width),
-        "image_grid_thw": torch.tensor([[1, high * merge, wide * merge]] * batch_size),
+        "pixel_values": make_random_tensor(generator, batch_size * patches, patch_numel),
+        "image_grid_thw": torch.tensor([[1, height * merge, width * merge]] * batch_size),
     }
     return MultimodalInput(
-        add_boundary_tokens(config, [token] * (high * wide)), token, tensors, ("mm_token_type_ids", 1)
+        add_boundary_tokens(config, [token] * (height * width)), token, tensors, ("mm_token_type_ids", 1)
     )
 
 
@@ -52,8 +52,10 @@ def flat_for_experts(config: Config, batch_size: int, generator: torch.Generator
     """
     vision = {**config["vision_config"], "temporal_patch_size": 1}
     insert = flat({**config, "vision_config": vision}, batch_size, generator)
-    seen = torch.tensor(insert.tokens)
-    return insert._replace(make_text_arguments=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, seen).long()})
+    image_tokens = torch.tensor(insert.tokens)
+    return insert._replace(
+        make_text_arguments=lambda ids: {"moe_mm_token_type_ids": torch.isin(ids, image_tokens).long()}
+    )
 
 
 def flat_renamed(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
@@ -77,13 +79,15 @@ def square(config: Config, batch_size: int, generator: torch.Generator) -> Multi
     """Make square patches, (n * patches, channels, patch, patch)."""
     vision, token = config["vision_config"], find_image_token(config)
     patch = first_size(vision["patch_size"])
-    high, wide = (
+    height, width = (
         int(merged) * side
         for merged, side in zip(vision["merge_kernel_size"], (IMAGE_HEIGHT, IMAGE_WIDTH), strict=True)
     )
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size * high * wide, count_channels(config), patch, patch),
-        "image_grid_thw": torch.tensor([[1, high, wide]] * batch_size),
+        "pixel_values": make_random_tensor(
+            generator, batch_size * height * width, count_channels(config), patch, patch
+        ),
+        "image_grid_thw": torch.tensor([[1, height, width]] * batch_size),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
@@ -104,11 +108,13 @@ def flat_unmerged(config: Config, batch_size: int, generator: torch.Generator) -
 def padded(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
     """Make the patches of each image without padding, (n, patches, channels * patch * patch)."""
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
-    high, wide, token = merged * IMAGE_HEIGHT, merged * IMAGE_WIDTH, find_image_token(config)
+    height, width, token = merged * IMAGE_HEIGHT, merged * IMAGE_WIDTH, find_image_token(config)
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size, high * wide, count_channels(config) * patch * patch),
-        "spatial_shapes": torch.tensor([[high, wide]] * batch_size),
-        "pixel_attention_mask": torch.ones(batch_size, high * wide, dtype=torch.long),
+        "pixel_values": make_random_tensor(
+            generator, batch_size, height * width, count_channels(config) * patch * patch
+        ),
+        "spatial_shapes": torch.tensor([[height, width]] * batch_size),
+        "pixel_attention_mask": torch.ones(batch_size, height * width, dtype=torch.long),
     }
     return MultimodalInput([token] * (IMAGE_HEIGHT * IMAGE_WIDTH), token, tensors)
 
@@ -130,11 +136,11 @@ def placed(
     patch, pool = int(vision["patch_size"]), int(vision["pooling_kernel_size"])
     if not pooled_in_model:
         patch, pool = patch * pool, 1
-    high, wide = IMAGE_HEIGHT * pool, IMAGE_WIDTH * pool
-    places = torch.stack(torch.meshgrid(torch.arange(wide), torch.arange(high), indexing="xy"), -1)
+    height, width = IMAGE_HEIGHT * pool, IMAGE_WIDTH * pool
+    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
     tensors = {
-        "pixel_values": make_random_tensor(generator, batch_size, high * wide, 3 * patch * patch).sigmoid(),
-        "image_position_ids": places.reshape(1, high * wide, 2).expand(batch_size, -1, -1).contiguous(),
+        "pixel_values": make_random_tensor(generator, batch_size, height * width, 3 * patch * patch).sigmoid(),
+        "image_position_ids": places.reshape(1, height * width, 2).expand(batch_size, -1, -1).contiguous(),
     }
     tokens = [int(config["boi_token_id"]), *[token] * (IMAGE_HEIGHT * IMAGE_WIDTH)]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))

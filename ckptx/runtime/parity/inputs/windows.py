@@ -19,12 +19,15 @@ _KEYS = (
 
 
 def find_windows(config: Any) -> dict[str, int]:
-    """Return the keys of the windows that `shrink_windows` reduces, with their sizes in the config."""
+    """Return the keys of the windows that `shrink_windows` reduces, with their sizes in the config.
+
+    If several text configs have the same key, the size is that of the last.
+    """
     return {key: value for _, key, value in _iter_windows(config)}
 
 
 def shrink_windows(config: Any) -> None:
-    """Reduce windows longer than `SHRUNK_WINDOW` to that size, in place, in every part of a `PreTrainedConfig`."""
+    """Reduce windows longer than `SHRUNK_WINDOW` to that size, in place, in every text config of a config."""
     for part, key, _ in _iter_windows(config):
         setattr(part, key, SHRUNK_WINDOW)
 

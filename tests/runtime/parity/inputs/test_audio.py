@@ -149,7 +149,7 @@ def test_every_registered_class_that_listens_gets_a_sound() -> None:
     classes = {AUDIO_MODELS[name].classes[1] for name in AUDIO_MODELS}
     listening = {name for name, paths in layers_rows().items() if paths.audio}
     assert {each for each in listening if hasattr(transformers, each)} - classes == set()
-    assert AUDIO_MODELS.keys() == model_types_with_inputs("audio", "heard")
+    assert AUDIO_MODELS.keys() == model_types_with_inputs("audio", "encoder_audio")
     for name in HERE:
         config, cls = AUDIO_MODELS[name].classes
         assert name in (getattr(transformers, config).model_type, cls)

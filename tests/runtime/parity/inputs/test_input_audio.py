@@ -174,7 +174,7 @@ SPEECHT5 = {"conv_kernel": [10, 3], "conv_stride": [5, 2]}
 def test_what_is_heard_while_a_decoder_writes(
     kind: str, config: dict[str, Any], name: str, shape: tuple[int, ...]
 ) -> None:
-    first, again = (maker("heard", kind)(config, ROWS, torch.Generator().manual_seed(0)) for _ in range(2))
+    first, again = (maker("encoder_audio", kind)(config, ROWS, torch.Generator().manual_seed(0)) for _ in range(2))
     assert {key: tuple(each.shape) for key, each in first.items()} == {name: (ROWS, *shape)}
     assert torch.equal(first[name], again[name])
 
@@ -182,7 +182,7 @@ def test_what_is_heard_while_a_decoder_writes(
 @pytest.mark.parametrize("kind", ["speecht5", "moonshine"])
 def test_convolutions_leave_four_frames_of_a_waveform(kind: str) -> None:
     kernels = [(127, 64), (7, 3), (3, 2)] if kind == "moonshine" else [(10, 5), (3, 2)]
-    sound = maker("heard", kind)(SPEECHT5, ROWS, torch.Generator())["input_values"][:, None]
+    sound = maker("encoder_audio", kind)(SPEECHT5, ROWS, torch.Generator())["input_values"][:, None]
     for kernel, stride in kernels:
         sound = torch.nn.functional.conv1d(sound, torch.ones(1, 1, kernel), stride=stride)
     assert sound.shape == (ROWS, 1, 4)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptx.architecture.correction_rows import InputRow
 from ckptx.architecture.correction_schema import INPUT_KINDS, InvalidCorrectionError
+from ckptx.architecture.correction_types import InputCorrection
 from ckptx.architecture.corrections import corrections_of
 from ckptx.runtime.parity.inputs.batch import FORMS, make_inputs
 from tests.support.corrections import all_corrections, patched_corrections
@@ -16,7 +16,7 @@ from tests.support.corrections import all_corrections, patched_corrections
 CONFIG: dict[str, Any] = {"model_type": "made-up", "vocab_size": 50}
 
 
-def rows_by_type() -> list[tuple[str, InputRow]]:
+def rows_by_type() -> list[tuple[str, InputCorrection]]:
     return [(model_type, row) for model_type, rows in all_corrections().items() for row in rows.inputs]
 
 
@@ -27,20 +27,23 @@ def test_every_form_is_of_a_row_and_every_row_has_a_form() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "row"), rows_by_type())
-def test_settings_are_those_of_the_form(model_type: str, row: InputRow) -> None:
+def test_settings_are_those_of_the_form(model_type: str, row: InputCorrection) -> None:
     inspect.signature(FORMS[row.kind][row.form]).bind({}, 1, None, **row.settings)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (InputRow("images", "shapes", "r"), 'made-up: "shapes" is not a form of images; use one of any_size'),
-        (InputRow("images", "chunk", "r"), 'made-up: "chunk" is not a form of images'),
-        (InputRow("audio", "chunk", "r"), 'made-up: the form "chunk" does not accept its settings: missing'),
-        (InputRow("audio", "chunk", "r", {"windows": 3}), 'made-up: the form "chunk" does not accept its settings: '),
+        (InputCorrection("images", "shapes", "r"), 'made-up: "shapes" is not a form of images; use one of any_size'),
+        (InputCorrection("images", "chunk", "r"), 'made-up: "chunk" is not a form of images'),
+        (InputCorrection("audio", "chunk", "r"), 'made-up: the form "chunk" does not accept its settings: missing'),
+        (
+            InputCorrection("audio", "chunk", "r", {"windows": 3}),
+            'made-up: the form "chunk" does not accept its settings: ',
+        ),
     ],
 )
-def test_a_form_that_is_none_is_refused_by_name(row: InputRow, message: str) -> None:
+def test_a_form_that_is_none_is_refused_by_name(row: InputCorrection, message: str) -> None:
     with patched_corrections("made-up", inputs=(row,)), pytest.raises(InvalidCorrectionError, match=message):
         make_inputs(CONFIG)
 
