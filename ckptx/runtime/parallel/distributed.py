@@ -1,6 +1,6 @@
-"""The process group of a run, its mesh, and object collectives that report failures on all ranks.
+"""The process group of a run, its mesh, collectives for objects, and errors that are raised on all ranks.
 
-torch.distributed does the work; this module chooses backend, device and the rank of each mesh coordinate.
+This module chooses backend, device and the rank of each mesh coordinate, and passes them to torch.distributed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class RankContext(NamedTuple):
 def select_device(requested: str, local_rank: int = 0) -> torch.device:
     """Return the device that `--device` selects.
 
+    Args:
+        requested: auto (cuda if there is a GPU, else cpu), cpu or cuda.
+        local_rank: Index of the GPU on this machine.
+
     Raises:
-        EnvironmentProblem: No such device exists.
+        EnvironmentProblem: The machine has no GPU, or none with this index.
     """
     has_cuda = torch.cuda.is_available()
     if requested == "cpu" or (requested == "auto" and not has_cuda):
@@ -67,17 +71,21 @@ def select_device(requested: str, local_rank: int = 0) -> torch.device:
 def process_group(
     device: str = "auto", backend: str = "auto", store: dist.Store | None = None
 ) -> Iterator[RankContext]:
-    """Join the process group of this run; it ends with the block unless it existed before.
+    """Join the process group of this run, and destroy it after the block; a group that exists is used and kept.
 
     A process that no launcher started is a group of its own.
 
     Args:
         device: auto, cpu or cuda.
-        backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU.
+        backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU. Ignored if the group exists.
         store: Store for the rendezvous; None means the store of the launcher, or one in memory without a launcher.
+            Ignored if the group exists.
+
+    Yields:
+        Rank, number of ranks and device of this process.
 
     Raises:
-        EnvironmentProblem: No such device or backend exists.
+        EnvironmentProblem: The machine does not have the device, or backend nccl is requested for a CPU.
         PeerFailure: Another rank failed before all ranks had joined.
     """
     if dist.is_initialized():
@@ -113,7 +121,7 @@ def process_group(
 
 
 def destroy_process_groups() -> None:
-    """Destroy the process group, and the threads of its groups, even of meshes that a model still refers to.
+    """Destroy all process groups and their threads, even those of meshes that a model still refers to.
 
     A gloo thread that drops its last tensor while the interpreter exits kills the whole process with SIGABRT.
     """
@@ -126,8 +134,9 @@ def destroy_process_groups() -> None:
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
     """Return the mesh of a layout with dims `MESH_DIMS`, without "dp_replicate" if there is one replica.
 
-    Within one process group, the same layout always gives the same mesh. Each of its groups has threads and connections
-    of its own. They cannot end before the process group does: DTensor caches the groups of a mesh for every equal mesh.
+    Within one process group, the same layout always gives the same mesh object. A mesh has a group per dim, each with
+    threads and connections of its own, which last as long as the process group: DTensor caches the groups of a mesh and
+    uses them for every equal mesh.
 
     Raises:
         UsageError: The number of processes is not the number of ranks.
@@ -149,7 +158,11 @@ def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
 
 
 def data_index(mesh: DeviceMesh) -> int:
-    """Return the index of this rank among the ranks that get different data."""
+    """Return the index of this rank among the ranks that get different data, from 0; 0 without data dims.
+
+    Args:
+        mesh: Mesh from `mesh_of`.
+    """
     index = 0
     for name in DATA_DIMS:
         if name in (mesh.mesh_dim_names or ()):
@@ -161,10 +174,11 @@ def data_index(mesh: DeviceMesh) -> int:
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise an error on all ranks if the block failed on any of them.
 
-    A rank that failed raises its own error, every other rank that of the lowest rank that failed.
+    A rank that failed raises its own error, every other rank that of the lowest rank that failed. An exception that is
+    neither a `CkptxError` nor a KeyboardInterrupt is raised as an `InternalError`.
 
     Args:
-        group: Group of all ranks for the exchange; None means the default group, which only the main thread uses.
+        group: Group of all ranks for the exchange; None means the default group, which only the main thread may use.
     """
     error: BaseException | None = None
     try:
@@ -184,9 +198,13 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 @contextmanager
 def report_failure_to_peers() -> Iterator[None]:
-    """Report a failure of the block to ranks that wait for this one, as pipeline stages do, and raise it.
+    """Report an error in the block to ranks that wait for this one, as pipeline stages do, and raise it here.
 
-    Ranks that notice the loss of this one raise a `PeerFailure` with its message.
+    Raises:
+        PeerFailure: The block failed because another rank had failed; the message is that of the first rank that
+            reported an error.
+        Exception: The error of this rank, if it is the first that reports one, or if no other rank reports one in 5
+            seconds.
     """
     try:
         yield

@@ -72,7 +72,7 @@ def clip_grad_norm(
         stages: Pipeline over whose stages the norm is summed; None if the model has one stage.
 
     Returns:
-        The norm before clipping: a plain tensor without dims, in float32, or float64 if a gradient is.
+        The norm before clipping: a plain tensor without dims, in float32, or in float64 if a parameter is float64.
 
     Raises:
         NonFiniteGradients: `error_if_nonfinite` is set and the norm is not finite; nothing was scaled, and the message
@@ -106,7 +106,8 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
 
     Args:
         model: Model from `parallelize`.
-        is_last: Reduce the accumulated gradients in the next backward pass.
+        is_last: True if the next backward pass is the last of its step and reduces the accumulated gradients; False if
+            it adds unreduced gradients.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -145,7 +146,7 @@ def loss_divisor(labels: Iterable[Tensor], mesh: DeviceMesh, ignore_index: int =
 
 
 def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return the trainable parameters, each once, with a name for messages."""
+    """Return (name for messages, parameter) for each trainable parameter; a tied one once, with its first name."""
     named_parameters: list[tuple[str, Tensor]] = []
     for index, each in enumerate([parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters):
         if isinstance(each, nn.Module):
@@ -157,7 +158,7 @@ def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Ten
 
 
 def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of powers of all elements over all ranks of the mesh, or for `inf` the largest absolute value.
+    """Return the sum of the powers of all gradient elements on all ranks, or for `inf` the largest absolute value.
 
     Every rank makes the same reductions in the same order, even if it lacks gradients: the groups to sum over
     follow from the parameters alone.
@@ -189,7 +190,7 @@ def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _sum_over_stages(power: Tensor, norm_type: float, stages: PipelineStages) -> Tensor:
-    """Return the sum (for `inf` the maximum) over all stages.
+    """Return the sum of the powers of all stages, or for `inf` their maximum; float64 if any stage has float64.
 
     Powers are added in the order of the ranks, so that each rank gets the same bits.
     """
@@ -226,7 +227,7 @@ def _shard_like(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _sum_local_power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the sum of powers of all elements on this rank, or for `inf` the largest absolute value."""
+    """Return the sum of the powers of all elements on this rank, or for `inf` the largest absolute value."""
     all_norms = [torch.zeros((), dtype=dtype, device=device)]
     for tensors in _group_by_device_and_dtype([each for each in gradients if each.numel()]):
         all_norms += [each.to(device) for each in compute_norms(tensors, norm_type, dtype)]

@@ -18,11 +18,10 @@ def select_tensors(objects: Iterable[object]) -> list[Tensor]:
 
 
 def iter_live_tensors(candidates: Iterable[Tensor] | None = None) -> Iterator[Tensor]:
-    """Yield the strided tensors, for a DTensor its local tensor; sparse and fake tensors are left out.
+    """Yield the strided tensors that are alive, for a DTensor its local tensor; sparse and fake ones are left out.
 
     Args:
-        candidates: Tensors to look through, from `select_tensors`; None means all objects that the garbage collector
-            tracks.
+        candidates: Tensors to filter, from `select_tensors`; None means all tensors that the garbage collector tracks.
     """
     for each in select_tensors(gc.get_objects()) if candidates is None else candidates:
         local = local_tensor(each)

@@ -1,8 +1,8 @@
-"""Supports data ranks with inputs of different kinds: images or audio on some of them, text alone on others.
+"""Supports data ranks with inputs of different kinds: images or audio on some of them, only text on others.
 
 FSDP2 gathers a layer when it is called, and reduces its gradients when they are ready. All data ranks have to do both
-in the same order; but a rank without images calls no vision tower, and its next collective would be matched with
-another one.
+in the same order; but a rank without images does not call the vision tower, and its next collective would be matched
+with another one.
 
     before      data ranks compare the names of their inputs; if these are equal, nothing else is done
                 modules that text alone does not call are gathered on every rank, and stay gathered
@@ -49,7 +49,7 @@ class MixedInputs:
         """Find the data-parallel groups of a model.
 
         Args:
-            model: Model from `parallelize`; it needs storage and values when the first microbatch comes.
+            model: Model from `parallelize`; it must have storage and values when the first microbatch runs.
         """
         self._model = model
         self._groups = _data_parallel_groups(model)
@@ -67,7 +67,8 @@ class MixedInputs:
             is_last: Passed to `sync_gradients`, which this calls.
 
         Raises:
-            UnsupportedError: The model cannot run on text alone; this finds the modules that text does not call.
+            UnsupportedError: The model cannot run on text alone, which is how the modules that text does not call are
+                found.
         """
         sync_gradients(self._model, is_last)
         if self.inputs_differ([batch]):
@@ -88,7 +89,11 @@ class MixedInputs:
             self.set_zero_fill(False)
 
     def inputs_differ(self, batches: Sequence[Batch]) -> bool:
-        """Return True if the names of the arguments differ between data ranks; every data rank calls it."""
+        """Return True if the data ranks have different arguments; every data rank calls it.
+
+        The names of the arguments that are not None are compared, not their values. A model without FSDP2, or with one
+        data rank, returns False.
+        """
         if not self._groups:
             return False
         names = [sorted(name for name, value in each.items() if value is not None) for each in batches]
@@ -105,7 +110,13 @@ class MixedInputs:
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Record the modules that the block, a forward on text that is the same on all data ranks, does not call."""
+        """Find the modules that text alone does not call: those that are not called within the block.
+
+        The block runs the forward of the model on text, the same on all data ranks.
+
+        Raises:
+            UnsupportedError: The forward fails.
+        """
         units = [each for each in self._model.modules() if isinstance(each, FSDPModule)]
         called_unit_keys: set[int] = set()
         handles = [
@@ -190,11 +201,11 @@ class MixedInputs:
                 unit.set_reduce_scatter_unused_params(is_enabled, recurse=False)
 
     def _root_and_optional_units(self) -> list[FSDPModule]:
-        """Return the units with parameters that only some ranks may reach: the root and the optional ones."""
+        """Return the FSDP2 units with parameters that only some ranks may reach: the root and the optional units."""
         return [self._model, *(self._optional_units or ())]
 
     def _common_units(self) -> list[FSDPModule]:
-        """Return all other units, which every data rank calls."""
+        """Return the FSDP2 units that every data rank calls, other than the root."""
         units = self._root_and_optional_units()
         return [each for each in self._model.modules() if isinstance(each, FSDPModule) and each not in units]
 
@@ -227,7 +238,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters that belong to no unit inside the module."""
+    """Yield the parameters of a module that do not belong to an FSDP2 unit inside it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -235,7 +246,7 @@ def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _unit_key(unit: nn.Module) -> int:
-    """Return a key that is equal for modules of the same unit."""
+    """Return a key that is equal for modules of the same FSDP2 unit."""
     return id(fully_shard.state(unit))
 
 

@@ -1,4 +1,4 @@
-"""Makes a model parallel. The order of the steps matters:
+"""Applies TP, activation checkpointing, compile and FSDP2 to a model. The order of the steps matters:
 
     TP                          first: it changes what a layer computes, and the other steps must see the shards
     activation checkpointing    second: the recomputation includes the collectives of TP
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ckptx.errors import UnsupportedError
+from ckptx.errors import UnsupportedError, UsageError
 from ckptx.runtime.model.layers import layer_groups, unwrap
 from ckptx.runtime.parallel.activation_checkpointing.wrap import checkpoint_activations
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout, apply_tensor_parallel
@@ -35,14 +35,14 @@ class ParallelizedModel(NamedTuple):
     """The result of `parallelize`.
 
     Attributes:
-        layout: TP layout; None without TP.
-        wrapped_layers: Number of layers with activation checkpointing.
-        sharded_modules: Number of FSDP2 units, the root included; 0 without FSDP2.
+        layout: Sharding of the parameters by TP, see `TensorParallelLayout`; None without TP.
+        checkpointed_layer_count: Number of layers with activation checkpointing.
+        fsdp_unit_count: Number of FSDP2 units, the root included; 0 without FSDP2.
     """
 
     layout: TensorParallelLayout | None
-    wrapped_layers: int
-    sharded_modules: int
+    checkpointed_layer_count: int
+    fsdp_unit_count: int
 
 
 def parallelize(
@@ -55,40 +55,47 @@ def parallelize(
     compile: bool = False,
     mixed_precision: MixedPrecisionPolicy | None = None,
 ) -> ParallelizedModel:
-    """Make a model parallel, in place.
+    """Apply TP, activation checkpointing, compile and FSDP2 to a model, in place and in this order.
 
     Args:
         model: Model on the meta device; a pipeline stage is a model that has some of the layers.
-        mesh: Mesh with the dims "tp" and "dp_shard", and "dp_replicate" for HSDP.
-        plan: TP plan; required if "tp" has more than one rank.
+        mesh: Mesh with the dims "tp" and "dp_shard", also "dp_replicate" for HSDP, and "pp" for a pipeline stage, whose
+            layers are not resharded after forward.
+        plan: TP plan from `find_plan`; required if "tp" has more than one rank, else ignored.
         activation_checkpointing: none, full, submodule or selective.
-        scope: Layers to checkpoint: all, language, vision or audio.
+        scope: Group of layers with activation checkpointing: all, language, vision or audio.
         compile: Compile each layer separately.
         mixed_precision: Mixed-precision policy of FSDP2; None computes in the dtype of the parameters.
 
     Raises:
         UnsupportedError: The model cannot be made parallel in this way.
+        UsageError: `plan` is missing, `activation_checkpointing` or `scope` is unknown, or gradient checkpointing of
+            transformers is enabled as well.
     """
     layout = None
     if mesh["tp"].size() > 1:
-        assert plan is not None
+        if plan is None:
+            raise UsageError(
+                f"parallelize: plan is None, but the mesh has {mesh['tp'].size()} TP ranks; pass find_plan(model, "
+                "config)"
+            )
         layout = apply_tensor_parallel(model, mesh["tp"], plan)
-    wrapped_layers = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
+    layer_count = checkpoint_activations(model, activation_checkpointing, scope, compile=compile)
     if compile:
         _compile_layers(model, wrapped_only=layout is not None and activation_checkpointing in ("full", "submodule"))
     unit_count = apply_fsdp(model, mesh, mixed_precision)
     _logger.info(
-        "%s: TP %s, %d layers recompute, %d FSDP2 units", type(model).__name__, "applied" if layout else "not applied",
-        wrapped_layers, unit_count,
+        "%s: TP %s, activation checkpointing in %d layers, %d FSDP2 units",
+        type(model).__name__, "applied" if layout else "not applied", layer_count, unit_count,
     )  # fmt: skip
-    return ParallelizedModel(layout, wrapped_layers, unit_count)
+    return ParallelizedModel(layout, layer_count, unit_count)
 
 
 def _compile_layers(model: nn.Module, *, wrapped_only: bool) -> None:
-    """Compile each layer including its checkpoint wrapper, or with `wrapped_only` only the wrapped module.
+    """Compile each layer including its checkpoint wrapper, or with `wrapped_only` the modules inside the wrappers.
 
     `wrapped_only` is for layers with TP: to recompute one, a compiled graph would have to save the mesh of its
-    DTensors, and torch 2.13 asserts that it saves tensors only.
+    DTensors, and torch 2.13 asserts that it saves only tensors. A layer without a wrapper is compiled as a whole.
     """
     for layer in _find_layers(model):
         wrappers = [each for each in layer.modules() if isinstance(each, CheckpointWrapper)] if wrapped_only else []
@@ -97,17 +104,23 @@ def _compile_layers(model: nn.Module, *, wrapped_only: bool) -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> int:
-    """Apply FSDP2 with each layer as a unit, and the rest in the root unit; return the number of units.
+    """Apply FSDP2 with each layer as a unit, and the rest in the root unit.
 
     The root is not resharded after forward, as its backward would gather it again immediately. Parameters outside of
     layers (embeddings, norms, heads, towers without layers) are in the root. A module in another dtype than the rest
     (routers and gates in float32) is a unit of its own, as FSDP2 gathers a unit as one tensor; layers that share
-    parameters (those of Zamba share a transformer) are one unit, as a parameter can be in only one. With one
-    data-parallel rank nothing is done (0 units), unless `mixed_precision` is given, which FSDP2 applies. On a pipeline
-    stage nothing is resharded after forward, or every microbatch would gather every layer again.
+    parameters (those of Zamba share a transformer) are one unit, as a parameter can be in only one. On a pipeline stage
+    nothing is resharded after forward, or every microbatch would gather every layer again.
+
+    Returns:
+        The number of units, the root included. 0 if FSDP2 is not applied: with one data-parallel rank, it is needed
+        only for `mixed_precision`.
+
+    Raises:
+        UnsupportedError: FSDP2 cannot shard the model, or a module has parameters in several dtypes.
     """
     names = mesh.mesh_dim_names or ()
-    reshard = "pp" not in names or mesh["pp"].size() == 1
+    reshard_after_forward = "pp" not in names or mesh["pp"].size() == 1
     replicas = mesh["dp_replicate"].size() if "dp_replicate" in names else 1
     if mesh["dp_shard"].size() * replicas == 1 and mixed_precision is None:
         return 0
@@ -120,9 +133,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisi
     own_dtype_policy = dataclasses.replace(policy, param_dtype=None, cast_forward_inputs=False)
     try:
         for unit in other_dtype_units:
-            fully_shard(unit, mesh=data_mesh, mp_policy=own_dtype_policy, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=data_mesh, mp_policy=own_dtype_policy, reshard_after_forward=reshard_after_forward)
         for unit in layers:
-            fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(
@@ -150,7 +163,7 @@ def _join_modules_with_shared_parameters(modules: Iterable[nn.Module]) -> list[l
 
 
 def _find_other_dtype_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose trainable parameters have another dtype than most of the model.
+    """Return the modules whose own trainable parameters have another dtype than most trainable elements of the model.
 
     Raises:
         UnsupportedError: A module has parameters of its own in several dtypes.

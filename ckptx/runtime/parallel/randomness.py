@@ -40,10 +40,9 @@ def seed(base_seed: int, mesh: DeviceMesh) -> int:
     Returns:
         The 63-bit seed of this rank, which can also seed a generator for the data order.
     """
-    position = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != _TP}
-    coordinates = sorted(
-        (name, index) for name, index in position.items() if index
-    )  # independent of dims with one rank
+    indices_by_dim = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != _TP}
+    # without index 0, so that a mesh without a dim gives the same seeds as one with a single rank in that dim
+    coordinates = sorted((name, index) for name, index in indices_by_dim.items() if index)
     rank_seed = int.from_bytes(blake2b(repr((base_seed, coordinates)).encode(), digest_size=8).digest(), "little") >> 1
     random.seed(rank_seed)
     np.random.seed(rank_seed & 0xFFFFFFFF)

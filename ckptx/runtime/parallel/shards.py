@@ -1,8 +1,8 @@
-"""Locates the shards of this rank: the rectangles of a whole tensor that make up its local tensor.
+"""Locates the shards of this rank: the regions of a whole tensor that make up its local tensor.
 
-(Shard(0) on dp, Shard(0) on tp)          dp shards first, tp shards each dp shard
-(_StridedShard(0) on dp, Shard(0) on tp)  FSDP within TP: tp shards first, in spite of the order of the mesh dims
-rectangles from the TP layer              [q|k|v]: rows of q, then of k, then of v; FSDP shards their concatenation
+(Shard(0) on dp, Shard(0) on tp)          sharded over dp first, and each dp shard over tp
+(_StridedShard(0) on dp, Shard(0) on tp)  FSDP within TP: sharded over tp first, in spite of the order of the mesh dims
+regions from the TP layer                 [q|k|v]: rows of q, then of k, then of v; FSDP shards their concatenation
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
 Spans = list[tuple[int, int]]  # (offset in the whole tensor, length) along one dim
 
-_TP = "tp"  # mesh dim of the rectangles from the TP layer
+_TP = "tp"  # mesh dim of the regions from the TP layer
 
 
 class LocalShard(NamedTuple):
-    """A rectangle of a whole tensor and its place in the local tensor."""
+    """A region of a whole tensor that this rank holds.
+
+    Attributes:
+        region: Rectangle of the whole tensor.
+        local: The same elements as a region of the local tensor.
+    """
 
     region: Region
     local: Region
@@ -52,13 +57,16 @@ class MeshDimSharding(NamedTuple):
 def compute_local_shards(
     shape: Shape, shardings: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
 ) -> tuple[list[LocalShard], Shape]:
-    """Return the shards of a rank, and the shape of its local tensor.
+    """Return the shards of a rank, without empty ones, and the shape of its local tensor.
 
     Args:
         shape: Shape of the whole tensor.
         shardings: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do.
-        local_regions: Rectangles to shard instead of the whole tensor, concatenated along the dim in which they differ;
+        local_regions: Regions to shard instead of the whole tensor, concatenated along the dim in which they differ;
             empty means the whole tensor.
+
+    Raises:
+        InternalError: The regions differ in more than one dim.
     """
     spans = _find_spans(list(local_regions) or [full_region(shape)], len(shape))
     for dim, part_count, rank, groups in shardings:
@@ -80,14 +88,14 @@ def compute_local_shards(
 
 
 def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
-    """Return the spans of the concatenated rectangles along each dim."""
+    """Return the spans of the concatenated regions along each dim."""
     spans: list[Spans] = []
     for dim in range(ndim):
         dim_spans = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
         spans.append(dim_spans if len(set(dim_spans)) > 1 else dim_spans[:1])
     if prod(map(len, spans)) != len(local_regions):
         raise InternalError(
-            f"rectangles {[str(each) for each in local_regions]} differ in more than one dim; please report this"
+            f"regions {[str(each) for each in local_regions]} differ in more than one dim; please report this"
         )
     return spans
 
@@ -120,8 +128,11 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
     Args:
         name: Name of the tensor, for error messages.
         tensor: A DTensor, or a plain tensor that is whole or made of `local_regions`.
-        local_regions: Rectangles of the whole tensor that TP left on this rank, before FSDP; None if TP did not shard
-            it.
+        local_regions: Regions of the whole tensor that TP left on this rank, before FSDP; empty if TP left nothing,
+            None if the placements of `tensor` describe all of its sharding.
+
+    Returns:
+        The shards; empty if this rank has no element of the tensor.
 
     Raises:
         UnsupportedError: A placement is neither Shard nor Replicate, or this rank is not in the mesh of the tensor.
@@ -138,7 +149,7 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
     shards, expected_shape = compute_local_shards(shape, shardings, local_regions or ())
     if expected_shape != local_shape:
         raise InternalError(
-            f"{name}: the local tensor has shape {list(local_shape)}, its layout gives {list(expected_shape)}; "
+            f"{name}: the local tensor has shape {list(local_shape)}, but its placements give {list(expected_shape)}; "
             "please report this"
         )
     return shards
@@ -170,17 +181,17 @@ def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSh
 
 
 def _count_shards_of_later_dims(tensor: Any, index: int) -> int:
-    """Return the number of shards that later mesh dims make of the same tensor dim."""
+    """Return the number of shards into which the mesh dims after `index` split the tensor dim that `index` shards."""
     dim = tensor.placements[index].dim
     return prod(
-        tensor.device_mesh.size(at)
-        for at, placement in enumerate(tensor.placements)
-        if at > index and getattr(placement, "dim", None) == dim
+        tensor.device_mesh.size(later)
+        for later, placement in enumerate(tensor.placements)
+        if later > index and getattr(placement, "dim", None) == dim
     )
 
 
 def narrow_to(tensor: Tensor, region: Region) -> Tensor:
-    """Return a rectangle of a tensor as a view."""
+    """Return a region of a tensor as a view."""
     for dim, (begin, size) in enumerate(zip(*region, strict=True)):
         tensor = tensor.narrow(dim, begin, size)
     return tensor

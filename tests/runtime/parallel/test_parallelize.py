@@ -68,7 +68,7 @@ def test_each_layer_is_a_unit_and_the_root_has_the_rest(pool: GlooPool, mode: st
     found = pool.run(step, 2, "llama-untied", {"dp_shard": 2, "tp": 1}, settings)
     for furthest, done, units, kinds, nbytes in found:
         assert furthest < 1e-5, "float32, two gradients averaged"
-        assert (done.sharded_modules, done.wrapped_layers) == (3, 2 if mode == "full" else 0)
+        assert (done.fsdp_unit_count, done.checkpointed_layer_count) == (3, 2 if mode == "full" else 0)
         assert units == ["", "model.layers.0", "model.layers.1"]
         assert kinds == {"torch.float32"}
         assert nbytes < 0.6 * sum(p.numel() * 4 for p in model_of("llama-untied").parameters())
@@ -126,11 +126,24 @@ def test_replicas_of_tensor_parallel_shards(pool: GlooPool) -> None:
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(pool: GlooPool) -> None:
     ((furthest, done, _, kinds, _),) = pool.run(step, 1, "llama-untied", {"dp_shard": 1, "tp": 1}, {"mixed": True})
-    assert done.sharded_modules == 3, "who casts is FSDP2, on one rank too"
+    assert done.fsdp_unit_count == 3, "who casts is FSDP2, on one rank too"
     assert kinds == {"torch.float32"}
     assert 1e-4 < furthest < 0.2, "as far away as bfloat16 rounds, and no further"
 
 
 def test_on_one_rank_nothing_is_sharded(pool: GlooPool) -> None:
     ((furthest, done, units, _, _),) = pool.run(step, 1, "llama-untied", {"dp_shard": 1, "tp": 1}, {})
-    assert (furthest, done.sharded_modules, units) == (0.0, 0, [])
+    assert (furthest, done.fsdp_unit_count, units) == (0.0, 0, [])
+
+
+def parallelize_without_plan(rank: int, world_size: int) -> str:
+    """Return the message of the error."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(UsageError) as caught:
+        parallelize(model_of("llama-untied"), mesh, None)
+    return str(caught.value)
+
+
+def test_tensor_parallel_ranks_require_a_plan(pool: GlooPool) -> None:
+    expected = "parallelize: plan is None, but the mesh has 2 TP ranks; pass find_plan(model, config)"
+    assert pool.run(parallelize_without_plan, 2) == [expected, expected]

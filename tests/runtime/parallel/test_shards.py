@@ -15,7 +15,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import InternalError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, tp_regions
-from ckptx.layout.placement import shard_tensor as cut_of_files
+from ckptx.layout.placement import blocks_of_stage as cut_of_files
 from ckptx.runtime.parallel.shards import LocalShard, MeshDimSharding, compute_local_shards, to_local_shard
 from tests.support.pool import GlooPool
 

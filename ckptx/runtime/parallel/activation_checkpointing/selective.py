@@ -1,8 +1,10 @@
 """Selective activation checkpointing: saves expensive results of a layer, and recomputes the rest in the backward pass.
 
-Saved: attention, every second matrix product, the choice of experts, and results of reductions over the network.
-Recomputed: the rest, which is cheap arithmetic over large tensors, and all-gathers, whose results are as large as the
-memory that sharding saves. The idea, and half of the list, is torchtitan's (`distributed/activation_checkpoint.py`).
+Saved: attention, convolutions, `_scaled_mm`, every second of the other matrix products, the choice of experts, copies
+to the host, operations that torch's partitioner never recomputes, and results of functional all-reduce, reduce-scatter
+and all-to-all, including the dispatch and combine of DeepEP. Recomputed: the rest, which is cheap arithmetic over large
+tensors, and all-gathers, whose results are as large as the memory that sharding saves. The idea, and half of the list,
+is torchtitan's (`distributed/activation_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class OpSets(NamedTuple):
 
 
 def find_op_sets() -> OpSets:
-    """Return the operations that this torch has, except those that write into an argument, e.g. `out=`."""
+    """Return the sets for this torch, without operations that it lacks or that write into an argument, e.g. `out=`."""
     alternating = frozenset(filter(_is_pure, _find_overloads(_MATMUL_OPS)))
     return OpSets(
         frozenset(filter(_is_pure, [*_find_overloads(_SAVED_OPS), *_compute_intensive_overloads()])) - alternating,
@@ -144,7 +146,7 @@ class SelectivePolicy:
     Attributes:
         ops: Operations with their own policy.
         decision_log: Log of the decisions of the forward pass; None for none.
-        product_counts: Matrix products so far, by whether the pass is the recomputation.
+        product_counts: Number of matrix products so far, for the forward pass (False) and its recomputation (True).
     """
 
     ops: OpSets
@@ -192,7 +194,7 @@ def make_context_factory() -> Callable[[], Any]:
 
 
 class _CopiedResultsMode(TorchDispatchMode):  # type: ignore[misc]  # torch says Any
-    """A context of torch's, in which the results of some operations are returned as copies.
+    """Wraps a context of torch, and returns the results of some operations as copies.
 
     Routers scale the weights of the chosen experts in place (Mixtral, Qwen3-MoE), experts add their bias in place
     (gpt-oss). A saved result must not change: returned again, it would be scaled a second time, and torch refuses that.
@@ -237,7 +239,7 @@ def _compute_intensive_overloads() -> Iterator[Any]:
 
 
 def _find_overloads(paths: tuple[str, ...]) -> Iterator[Any]:
-    """Yield the overloads of those operations that exist."""
+    """Yield the overloads of the operations at paths within torch.ops, without operations that do not exist."""
     for path in paths:
         operation: Any = torch.ops
         with suppress(AttributeError):

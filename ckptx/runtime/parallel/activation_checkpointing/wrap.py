@@ -44,7 +44,7 @@ __all__ = [
     "KVSharingFallback",
     "canonical_name",
     "checkpoint_activations",
-    "original_configs",
+    "use_cache_restored",
     "shares_kv",
 ]
 
@@ -80,14 +80,25 @@ class KVSharingFallback(UserWarning):
 
 
 class _SubmoduleNames(NamedTuple):
-    """Names of submodules in the layers of a model: those of attention, and those of MLP and norms."""
+    """Names of submodules in the layers of a model.
+
+    Attributes:
+        attention: Names of attention modules.
+        mlp_and_norms: Names of MLPs and norms.
+    """
 
     attention: frozenset[str]
     mlp_and_norms: frozenset[str]
 
 
 class _ChildModule(NamedTuple):
-    """A child of a module: the module that registers it, its name there, and the child itself."""
+    """A child of a module.
+
+    Attributes:
+        parent: Module that registers the child.
+        name: Name of the child in the parent.
+        module: The child.
+    """
 
     parent: nn.Module
     name: str
@@ -95,22 +106,25 @@ class _ChildModule(NamedTuple):
 
 
 def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, compile: bool = False) -> int:
-    """Wrap the layers of a model, in place, after TP and before compile and FSDP2.
+    """Wrap the layers of a model, in place.
 
-    Parameters keep their names in the state dict; elsewhere `canonical_name` gives them. A layer without trainable
-    parameters is left unchanged. `use_cache` becomes false in every config, as a layer that ran twice would append its
-    keys and values twice; `original_configs` restores it for saving. Models whose layers share keys and values need the
-    cache; their attention is not checkpointed, and `full` and `selective` become `submodule` there, with a
-    `KVSharingFallback` warning.
+    Call it after TP, and before compile and FSDP2. Parameters keep their names in the state dict; `named_parameters()`
+    of the model shows wrapped names, which `canonical_name` maps back. A layer without trainable parameters is left
+    unchanged.
+
+    `use_cache` becomes false in every config, as a layer that ran twice would append its keys and values twice;
+    `use_cache_restored` restores it for saving. Models whose layers share keys and values need the cache; their
+    attention is not checkpointed, and `full` and `selective` become `submodule` there, with a `KVSharingFallback`
+    warning.
 
     Args:
         model: A transformers model, or a pipeline stage of one.
         mode: One of `MODES`.
-        scope: One of `SCOPES`: the group of layers.
+        scope: One of `SCOPES`: the group of layers to checkpoint.
         compile: True if the layers will be compiled. In mode selective, compile the wrapper, not the module in it.
 
     Returns:
-        The number of checkpointed layers, including those that were checkpointed before.
+        The number of checkpointed layers, including those that were checkpointed before; 0 in mode none.
 
     Raises:
         UsageError: The mode or scope is unknown, or gradient checkpointing of transformers is enabled as well.
@@ -187,7 +201,7 @@ def _make_layer_wrapper(mode: str) -> Wrap:
 
 
 class _SubmoduleWrapper(CheckpointWrapper):  # type: ignore[misc]  # torch says Any
-    """A wrapper that is also an instance of the wrapped class, as Ernie 4.5 VL checks the class of its MLP.
+    """A wrapper that is also an instance of the wrapped class, because Ernie 4.5 VL checks the class of its MLP.
 
     Not for a whole layer, whose class FSDP2 changes.
     """
@@ -210,7 +224,7 @@ def _wrap_module(module: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
-    """Replace a layer by its wrapper; return False for a list, which is not a layer."""
+    """Replace a layer by its wrapper unless it has one; return False if the layer is a list of sublayers (T5)."""
     if is_layer_list(unwrap(layer.module)):
         return False
     if not isinstance(layer.module, CheckpointWrapper):
@@ -232,7 +246,7 @@ def _submodule_names(model: nn.Module) -> _SubmoduleNames:
 
 
 def _checkpoint_submodules(layer: nn.Module, names: Collection[str]) -> bool:
-    """Wrap the submodules of a layer with these names; return False if it has none."""
+    """Wrap the submodules of a layer with these names unless they are wrapped; return False if it has none."""
     children = [child for child in _iter_children(unwrap(layer)) if child.name in names]
     for child in children:
         if not isinstance(child.module, CheckpointWrapper):
@@ -269,7 +283,7 @@ def _disable_cache(model: nn.Module) -> None:
 
 
 @contextmanager
-def original_configs(model: nn.Module) -> Iterator[None]:
+def use_cache_restored(model: nn.Module) -> Iterator[None]:
     """Restore `use_cache` in the configs within the block, as before `checkpoint_activations`."""
     caching_configs = [
         config for config in unwrap(model).__dict__.get(_CACHING_CONFIGS, ()) if config.use_cache is False
@@ -284,7 +298,7 @@ def original_configs(model: nn.Module) -> Iterator[None]:
 
 
 def _find_configs(model: nn.Module) -> list[Any]:
-    """Return every config in the model: one per module, as encoder-decoders copy theirs, and all nested ones."""
+    """Return every config in the model once: those of all modules (encoder-decoders copy theirs), and sub-configs."""
     configs_by_id: dict[int, Any] = {}
     pending = [config for module in model.modules() if (config := module.__dict__.get("config")) is not None]
     while pending:

@@ -1,10 +1,11 @@
 """Discovers which values pipeline stages must send each other, by running a small model of the same class.
 
 No table lists what the layers of a class need from earlier layers, so it is measured. The unsplit model runs once, and
-the inputs and outputs of every call are recorded. Then each stage runs; wherever one of its calls gets another input
-(NaN, None, another value) than in the unsplit model, that place is a *required slot*, and its value there is injected.
-A slot without which the whole stage still computes the right outputs is dropped. The remaining slots are what a stage
-needs from earlier stages; those that the previous stage does not have either must be sent to that stage, too.
+the inputs and outputs of the layers and of the modules around them are recorded. Then each stage runs; wherever one of
+these modules gets another input (NaN, None, another value) than in the unsplit model, that place is a *required slot*,
+and the recorded value is injected there. A slot without which the whole stage still computes the right outputs is
+dropped. The remaining slots are what a stage needs from earlier stages; those that the previous stage does not have
+either must be sent to that stage, too.
 
 State that passes between layers other than as an argument, such as an attribute that one layer writes and another
 reads, is refused. `dry_run` then checks that the stages work with the values that they send each other.
@@ -52,8 +53,8 @@ class StageBoundaries:
     Attributes:
         slots: For each stage, the slots that it receives from the previous stage; empty for the first.
         output_structures: For each layer and each module after the last layer, by name: the structure of its output.
-        slots_by_kind: The slots for each kind of batch, where kinds take different paths through the layers, as text
-            skips a layer that attends to images. Empty if all slots apply to all batches.
+        slots_by_kind: The slots of each stage for each kind of batch, if kinds take different paths through the layers,
+            as text skips a layer that attends to images. Empty if `slots` applies to all batches.
     """
 
     slots: tuple[tuple[BoundarySlot, ...], ...]
@@ -73,7 +74,7 @@ class StageBoundaries:
             kinds = " or ".join(", ".join(sorted(each)) for each in self.slots_by_kind)
             raise UnsupportedError(
                 f"pipeline stages: stage boundaries are unknown for a microbatch of {', '.join(sorted(batch))}, known "
-                f"for {kinds}; pass discover_boundaries a batch of each kind"
+                f"for {kinds}; let make_batches of plan_pipeline return a batch of each kind"
             )
         return slots
 
@@ -83,8 +84,8 @@ class BatchTrace(NamedTuple):
 
     Attributes:
         call_inputs: For each call, every input value by its path in the arguments.
-        call_outputs: For each call of a layer or of a module right around the layers, every
-            output value by its path in the output.
+        call_outputs: For each call of a layer, or of a module right before or after the layers, every output value by
+            its path in the output.
         output: Tensor to compare, taken from the output of the model.
     """
 
@@ -176,7 +177,11 @@ def _shared_copy(model: nn.Module) -> nn.Module:
 
 
 def stage_arguments(stage: int, batch: Batch) -> dict[str, Tensor]:
-    """Return the arguments of a stage; only the first, which has the towers, gets images and audio."""
+    """Return the arguments of a stage, given those of the unsplit model.
+
+    Stages after the first get no floating-point arguments, because they lack the towers that take images and audio. A
+    batch without `input_ids`, as of an encoder-decoder for audio, is passed to every stage unchanged.
+    """
     if stage == 0 or "input_ids" not in batch:
         return dict(batch)
     return {name: value for name, value in batch.items() if not value.is_floating_point()}
@@ -231,7 +236,7 @@ class _StageProbe:
         """Return a minimal set of slots that make the stage compute what the unsplit model does."""
         required_slots: dict[BoundarySlot, None] = {}  # an ordered set
         for batch, trace in zip(batches, traces, strict=True):
-            self._inject_missing(batch, trace, required_slots)
+            self._add_required_slots(batch, trace, required_slots)
         previous_count = None
         while previous_count != len(required_slots):  # a slot may become redundant once another is dropped
             previous_count = len(required_slots)
@@ -255,7 +260,17 @@ class _StageProbe:
         required_slots: Sequence[BoundarySlot],
         next_slots: Sequence[BoundarySlot],
     ) -> list[BoundarySlot]:
-        """Return the slots of the next stage whose values this stage does not have either."""
+        """Return the slots of the next stage whose values this stage does not have either, and must receive as well.
+
+        Args:
+            batches: Batches that the unsplit model ran.
+            traces: Traces of the unsplit model, one per batch.
+            required_slots: Slots that this stage requires for its own layers.
+            next_slots: Slots of the next stage; empty for the last stage.
+
+        Returns:
+            The slots, without those that are required anyway.
+        """
         missing_slots: dict[BoundarySlot, None] = {}  # an ordered set
         for batch, trace in zip(batches, traces, strict=True):
 
@@ -269,8 +284,11 @@ class _StageProbe:
             self._run(batch, before_call)
         return [slot for slot in missing_slots if slot not in required_slots]
 
-    def _inject_missing(self, batch: Batch, trace: BatchTrace, required_slots: dict[BoundarySlot, None]) -> None:
-        """Add a slot wherever an input differs from the trace, and inject the value of the trace there."""
+    def _add_required_slots(self, batch: Batch, trace: BatchTrace, required_slots: dict[BoundarySlot, None]) -> None:
+        """Run the stage, and add each slot whose value differs from the trace to `required_slots`.
+
+        The value of the trace is injected there, so that later calls get the right inputs.
+        """
         own_arguments = stage_arguments(self.number, batch)
         withheld_values = [value for name, value in batch.items() if name not in own_arguments]
 

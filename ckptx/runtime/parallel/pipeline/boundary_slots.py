@@ -1,4 +1,6 @@
-"""Slots: places among the arguments of a call, and functions that read and write the value of a slot.
+"""Slots: places among the arguments of a module call where a pipeline stage needs a value of an earlier stage.
+
+The functions read and write the value of a slot, such as this one:
 
     decoder layer 3, its first call, argument "shared_kv_states", key "full_attention", the second of 2
 
@@ -18,17 +20,22 @@ Arguments = dict[Any, Any]
 
 
 class PathStep(NamedTuple):
-    """One step into a container: a dict key (`length` is -1), or an index into a sequence of `length` items."""
+    """One step of a path into a nested container.
+
+    Attributes:
+        key: Key of a dict, or index into a tuple or list.
+        length: Number of items of the tuple or list; -1 for a dict.
+    """
 
     key: Any
     length: int = -1
 
 
 class BoundarySlot(NamedTuple):
-    """A place among the arguments of a call.
+    """A place among the arguments of a call, for a value that crosses the boundary between two pipeline stages.
 
     Attributes:
-        module: Canonical name of the module that is called.
+        module: Name of the module that is called, without wrappers (see `layers.canonical_name`).
         call: Number of earlier calls of this module in the same forward pass.
         path: Path from the arguments to the value.
     """
@@ -66,7 +73,10 @@ def get_value(value: Any, path: tuple[PathStep, ...]) -> Any:
 
 
 def set_value(container: Any, path: tuple[PathStep, ...], value: Any) -> None:
-    """Set the value at a path. Dicts are changed in place, as layers share them; tuples and lists are replaced."""
+    """Set the value at a path; containers on the path that are None are created.
+
+    Dicts are changed in place, as layers share them; tuples and lists are replaced by copies.
+    """
     (key, _), *rest = path
     if not rest:
         container[key] = value

@@ -21,9 +21,9 @@ AfterCall = Callable[[Call, Any], None]
 
 
 def find_hooked_modules(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
-    """Return the modules to hook by name: on the path to the layers, the layers, and those right before and after.
+    """Return the modules to hook, by name: those around the layers, the layers, and those right before and after them.
 
-    For a wrapped module, the outermost wrapper is returned.
+    Modules that the model lacks are left out. For a wrapped module, the outermost wrapper is returned.
     """
     layer_lists = {stack.path for stack in stages.stacks}
     names = [name for name in modules_on_layer_path(stages) if name and name not in layer_lists]

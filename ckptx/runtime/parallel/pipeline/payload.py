@@ -76,7 +76,7 @@ def _merge_payload_slot(slot: BoundarySlot, candidates: Sequence[PayloadSlot | N
 
 
 def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
-    """Return the buffer that a value requires; None for None.
+    """Return the buffer that a value requires; None if the value is None.
 
     Raises:
         UnsupportedError: The value is not a tensor that can be sent.
@@ -92,7 +92,7 @@ def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
 
 
 def make_receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
-    """Return a payload for these slots without values, on the meta device."""
+    """Return a payload without storage: the header and a tensor per slot, on the meta device."""
     header = torch.empty((len(slots), 1 + _MAX_DIMS), dtype=torch.float64, device="meta")
     values = (
         torch.empty(each.shape, dtype=each.wire_dtype, device="meta", requires_grad=each.requires_grad)
@@ -123,7 +123,7 @@ def pack(values: Sequence[Any], slots: Sequence[PayloadSlot], device: torch.devi
 
 
 def make_header(values: Sequence[Any]) -> list[list[int]]:
-    """Return the rows of the header for values, or for their `PayloadSlot`s."""
+    """Return the rows of the header, one per value, for values or their `PayloadSlot`s."""
     return [
         [_NONE_MARK] * (1 + _MAX_DIMS)
         if each is None
@@ -139,8 +139,8 @@ def unpack(
 
     Args:
         payload: Received tensors.
-        slots: Slots that `pack` got.
-        rows: Header of the payload; None reads it from the payload.
+        slots: Slots that were passed to `pack`.
+        rows: Rows of the header, from `make_header`; None reads them from the payload.
     """
     received = list(payload)
     grad_indices = [index for index, tensor in enumerate(payload) if tensor.requires_grad]

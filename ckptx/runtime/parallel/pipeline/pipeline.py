@@ -54,7 +54,7 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
         """Create a stage that calls `run` for each microbatch.
 
         Args:
-            run: Gets the model as a callable, the received payload and the index of the microbatch.
+            run: Called with the model as a callable, the received payload, and the index of the microbatch.
             args: Arguments of `PipelineStage`.
             settings: Keyword arguments of `PipelineStage`.
         """
@@ -73,10 +73,10 @@ class Pipeline:
 
     Attributes:
         runners: The stages of this rank, in ascending order of their numbers.
-        stage_class: Class of the stages that torch's schedule gets.
+        stage_class: Class of the stages that torch's schedule gets, or a function that creates one.
     """
 
-    stage_class = TorchStage
+    stage_class: Callable[..., TorchStage] = TorchStage
 
     def __init__(
         self,
@@ -116,11 +116,16 @@ class Pipeline:
         self._check_ties()
 
     def prepare(self, batches: Sequence[Batch]) -> None:
-        """Allocate buffers for microbatches of these shapes; the first `step` does so if this was not called."""
+        """Allocate buffers for microbatches of these shapes; every rank of the run calls it.
+
+        Without this call, the first `step` does it.
+        """
         self._get_schedule(batches)
 
     def step(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
-        """Run forward and backward of every microbatch; gradients are added to existing ones.
+        """Run forward and backward of every microbatch; every rank of the run calls it.
+
+        Gradients are added to those of earlier steps.
 
         Args:
             batches: The microbatches, without labels; the same on every rank of the pipeline.
@@ -132,6 +137,8 @@ class Pipeline:
 
         Raises:
             UsageError: The inputs contain labels, or differ between ranks of the pipeline.
+            UnsupportedError: A value between stages cannot be sent, or its dtype or number of dims differs between
+                microbatches.
         """
         self._check_inputs(batches)
         self._batches, self._loss = batches, loss
@@ -160,7 +167,10 @@ class Pipeline:
         return [each.detach() for each in losses]
 
     def forward(self, batches: Sequence[Batch], loss: Loss) -> list[Tensor]:
-        """Run only the forward pass, one microbatch after another; arguments and return value are those of `step`."""
+        """Run only the forward pass, one microbatch after another, without gradients.
+
+        Arguments and return value are those of `step`, but the inputs are not checked.
+        """
         losses: list[Tensor] = []
         self._gather_if_inputs_differ(batches)
         with torch.no_grad():
@@ -260,7 +270,7 @@ class Pipeline:
         dist.send_object_list([payload], dst=self._rank_of_stage(stage), group=self._group, device=self._device)
 
     def _receive(self, stage: int) -> tuple[Any, ...]:
-        """Return the values that the previous stage sent."""
+        """Return the values that the previous stage sent to a stage."""
         payload: list[Any] = [None]
         dist.recv_object_list(payload, src=self._rank_of_stage(stage - 1), group=self._group, device=self._device)
         return tuple(
@@ -269,7 +279,7 @@ class Pipeline:
         )
 
     def _wrap_forward(self, runner: StageRunner, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the only forward with which the model is called, so that FSDP2 gathers and casts around it."""
+        """Return the forward that replaces the model's own, so that FSDP2 gathers and casts around the whole stage."""
 
         def forward(*, stage_inputs: tuple[Batch, _OpaqueValues]) -> tuple[Any, tuple[Any, ...]]:
             batch, opaque_values = stage_inputs
@@ -298,7 +308,7 @@ class Pipeline:
         return unpack(payload, self._payload_slots[runner.number])
 
     def _get_schedule(self, batches: Sequence[Batch]) -> Any:
-        """Return torch's schedule, built again if the shape of an input changed since the last step.
+        """Return torch's schedule, built again if on any rank the shape of an input changed since the last step.
 
         An existing schedule cannot take other shapes, and its stages drop the gradients of FSDP2 when they begin.
         """

@@ -53,7 +53,7 @@ class PipelinePlan:
 
     @property
     def names_of_copies(self) -> dict[str, str]:
-        """Name of each copy of a tied parameter, on any stage -> name of the parameter in the whole model."""
+        """Name of each copy of a parameter that several stages share -> name of the parameter in the whole model."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
     def models(self, whole_model: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
@@ -62,6 +62,9 @@ class PipelinePlan:
         Args:
             whole_model: The model that was split, on the meta device; left unchanged.
             mesh: Mesh from `mesh_of`.
+
+        Raises:
+            UnsupportedError: A module other than a layer belongs to several stages.
         """
         models = {}
         for number in self.schedule.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size()):
@@ -80,8 +83,9 @@ class PipelinePlan:
             pipeline_class: Class of the pipeline, called with the arguments of `Pipeline`.
 
         Raises:
-            InputError, UnsupportedError: See `Pipeline`; also for a schedule that cannot be combined with FSDP2, which
-                mixed precision needs even on one data rank.
+            InputError: See `Pipeline`.
+            UnsupportedError: See `Pipeline`. Or the schedule cannot be combined with FSDP2, which mixed precision
+                requires even on one data rank.
         """
         uses_fsdp = any(isinstance(each, FSDPModule) for model in models.values() for each in model.modules())
         if uses_fsdp and self.schedule.splits_backward:
@@ -117,10 +121,10 @@ def plan_pipeline(
     schedule: str = "1f1b",
     split: str = "even",
     activation_checkpointing: str = "none",
-    batches: MakeBatches = make_text_batches,
-    output: GetOutput = get_logits,
+    make_batches: MakeBatches = make_text_batches,
+    get_output: GetOutput = get_logits,
     find_boundaries: BoundaryFinder | None = None,
-    trusted_code: Path | None = None,
+    custom_code_dir: Path | None = None,
 ) -> PipelinePlan:
     """Plan how a model is split into stages; every rank calls it.
 
@@ -132,18 +136,17 @@ def plan_pipeline(
         schedule: Name of a schedule, see `schedules`.
         split: Rule or layer counts of the stages, see `ckptx.layout.stages`.
         activation_checkpointing: Mode that `parallelize` will get.
-        batches: Makes batches for a small model of the class, one of each kind that training will use (with a mask,
-            with an image); the stages send each other the values that these batches require.
-        output: Returns the tensor to compare, given a model and its output.
-        find_boundaries: Finds the values at the boundaries; None means `find_boundaries_on_rank_0`, which every rank
-            must call.
-        trusted_code: Directory of the custom code that the model was built from; None for a class of transformers.
+        make_batches: Returns batches for a small model of the class, one of each kind that training will use (with a
+            mask, with an image); the stages send each other the values that these batches require.
+        get_output: Returns the tensor to compare, given a model and its output.
+        find_boundaries: Finds the values that stages send each other; None means `find_boundaries_on_rank_0`.
+        custom_code_dir: Directory of the custom code that the model was built from; None for a class of transformers.
 
     Raises:
         UnsupportedError: The model cannot be split, or not with this schedule.
-        UsageError: There is no such schedule or split, or the number of microbatches does not suit the schedule.
+        UsageError: There is no such schedule or split, or the number of microbatches is invalid for the schedule.
     """
-    architecture = find_architecture(config, config_dir=trusted_code, trust_remote_code=trusted_code is not None)
+    architecture = find_architecture(config, config_dir=custom_code_dir, trust_remote_code=custom_code_dir is not None)
     stacks = architecture.stacks(config) if architecture is not None else ()
     return plan_pipeline_of_stacks(
         model,
@@ -153,8 +156,8 @@ def plan_pipeline(
         schedule=schedule,
         split=split,
         activation_checkpointing=activation_checkpointing,
-        batches=batches,
-        output=output,
+        make_batches=make_batches,
+        get_output=get_output,
         find_boundaries=find_boundaries,
     )
 
@@ -168,8 +171,8 @@ def plan_pipeline_of_stacks(
     schedule: str,
     split: str,
     activation_checkpointing: str,
-    batches: MakeBatches,
-    output: GetOutput,
+    make_batches: MakeBatches,
+    get_output: GetOutput,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
     """Plan a pipeline like `plan_pipeline`, for known layer stacks; `microbatches` None means one per stage."""
@@ -184,7 +187,9 @@ def plan_pipeline_of_stacks(
         sequence_parallel=False,
     )
     stages = StageMap(stacks, dims.pp * resolved_schedule.stages_per_rank, split, type(model).__name__)
-    boundaries = (find_boundaries or find_boundaries_on_rank_0)(model, stages, resolved_schedule, batches, output)
+    boundaries = (find_boundaries or find_boundaries_on_rank_0)(
+        model, stages, resolved_schedule, make_batches, get_output
+    )
     return PipelinePlan(
         resolved_schedule, stages, boundaries, tuple(find_ties_across_stages(model, stages)), microbatch_count
     )
@@ -193,7 +198,7 @@ def plan_pipeline_of_stacks(
 def find_boundaries_on_rank_0(
     model: nn.Module, stages: StageMap, schedule: Schedule, make_batches: MakeBatches, get_output: GetOutput
 ) -> StageBoundaries:
-    """Return the boundaries that `find_and_check_boundaries` finds on rank 0, on every rank."""
+    """Return the boundaries that `find_and_check_boundaries` finds on rank 0; every rank calls it."""
     own_boundaries = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Runs a stage: its model's own forward, with the values from the previous stage injected where they are missing."""
+"""Runs a stage: its model's own forward, in which the values from the previous stage replace arguments of calls."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class StageRunner:
 
 
 def clone_outputs(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return copies of the values to send, as none may be a view."""
+    """Return the values to send, tensors as copies in the same graph, as no sent tensor may be a view."""
     return tuple(each.clone() if isinstance(each, Tensor) else each for each in values)
 
 
 def as_stage_inputs(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the values as leaves of a new graph, so that their gradients can be sent to the previous stage."""
+    """Return the values, tensors as copies that are leaves of a new graph, whose gradients can be sent back."""
     return tuple(
         each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
         for each in values

@@ -1,16 +1,14 @@
 """Pipeline schedules by name: the stages of each rank, and the combinations that are refused.
 
 torch.distributed.pipelining implements the schedules. Some combinations give wrong gradients silently, or fail late;
-these are refused here, each with the reason.
+these are refused here, each with the reason. Functions import torch when they require it, so that options are checked
+without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ckptx.errors import UnsupportedError, UsageError
 
@@ -37,16 +35,18 @@ class Schedule:
     @property
     def cls(self) -> Any:
         """The schedule class of torch."""
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         return get_schedule_class(self.name)
 
     def stages_of(self, rank: int, pp: int) -> tuple[int, ...]:
-        """Return the stages of a rank of the pipeline, in ascending order."""
+        """Return the numbers of the stages of a rank of the pipeline, in ascending order."""
         if self.is_v_shaped:
             return (rank, 2 * pp - 1 - rank)
         return tuple(range(rank, pp * self.stages_per_rank, pp))
 
     def rank_of(self, stage: int, pp: int) -> int:
-        """Return the rank of the pipeline that has a stage."""
+        """Return the rank within the pipeline that has a stage."""
         return 2 * pp - 1 - stage if self.is_v_shaped and stage >= pp else stage % pp
 
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
@@ -70,14 +70,29 @@ SCHEDULES = {
 }
 
 
+def count_stages(pp: int, schedule: str) -> int:
+    """Return the number of pipeline stages; 1 without a pipeline.
+
+    Args:
+        pp: Number of pipeline ranks.
+        schedule: Name of the schedule.
+
+    Raises:
+        UsageError: No schedule has this name.
+    """
+    return pp * find_schedule(schedule).stages_per_rank if pp > 1 else 1
+
+
 def can_split_backward() -> bool:
     """Return True if this torch can run the schedules that split the backward pass."""
+    import torch
+
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= _MIN_SPLIT_BACKWARD_VERSION
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule with a name, in upper or lower case.
+    """Return the schedule with a name; upper and lower case are equal.
 
     Raises:
         UsageError: No schedule has this name.
@@ -100,9 +115,17 @@ def check_schedule(
 ) -> None:
     """Refuse combinations that torch computes wrongly or cannot run.
 
+    Args:
+        schedule: The schedule.
+        pp: Number of pipeline ranks.
+        microbatches: Microbatches per step and data-parallel rank.
+        data_parallel: Number of data-parallel ranks, over which FSDP2 shards.
+        activation_checkpointing: Mode of activation checkpointing.
+        sequence_parallel: True if the sequence is sharded.
+
     Raises:
         UnsupportedError: The combination gives wrong gradients or fails; the message names it.
-        UsageError: The number of microbatches does not suit the schedule.
+        UsageError: The number of microbatches is invalid for the schedule.
     """
     option = f"--schedule {schedule.name.lower()}"
     if schedule.splits_backward and data_parallel > 1:
@@ -113,6 +136,8 @@ def check_schedule(
             "pass of a layer twice; use full, or 1f1b"
         )
     if schedule.splits_backward and not can_split_backward():
+        import torch
+
         raise UnsupportedError(
             f"{option}: requires torch 2.13, as torch {torch.__version__} cannot split the backward pass when a value "
             "between stages has no gradient; use 1f1b, interleaved1f1b or gpipe"

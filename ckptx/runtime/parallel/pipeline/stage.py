@@ -1,9 +1,9 @@
-"""Makes a pipeline stage of a model: the same model, with storage for its own parameters alone.
+"""Makes a pipeline stage of a model: the same model, without the parameters of other stages.
 
     layer, embedding, tower, norm or head of another stage      returns NaN in the structure of the original output
-    the list of layers                                          keeps its length, so that indices stay right
+    the list of layers                                          keeps its length, so that indices stay correct
     other parameter of another stage                            is NaN, and takes no memory
-    everything else                                             is the model's own, and runs on every stage
+    everything else                                             is unchanged, and runs on every stage
 
 Values that a stage lacks are injected into the arguments of the calls that need them: see `boundaries`.
 """
@@ -41,7 +41,14 @@ class Stub(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, original: nn.Module, output_structure: OutputStructure, device: torch.device | str) -> None:
-        """Create a stub; if the output structure is None, the original runs on the meta device to find its output."""
+        """Create a stub.
+
+        Args:
+            original: Module of another stage, on the meta device.
+            output_structure: Structure of its output, from `describe_output`; None to run the original on the meta
+                device whenever the input shapes are new.
+            device: Device of the NaN tensors that stand for attributes of the original.
+        """
         super().__init__()
         object.__setattr__(self, "_original", original)
         self._output_structure = output_structure
@@ -85,10 +92,10 @@ def make_stage(
     output_structures: Mapping[str, OutputStructure],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Remove from a model, in place, what other stages have.
+    """Turn a model into one of its stages, in place: modules and parameters of other stages become stubs and NaN.
 
     Args:
-        model: Model without wrappers, on any device; what is removed is moved to the meta device.
+        model: Model without wrappers, on any device; modules of other stages are moved to the meta device.
         stages: Assignment of layers to stages.
         stage: Number of the stage to make.
         output_structures: For each layer and each module after the last layer, by name: the structure of its output,
@@ -123,7 +130,8 @@ def make_stage(
             for key, tensor in list(tensors.items()):
                 if tensor is not None and key in stored and stages.stage_of(f"{prefix}{key}") != stage:
                     del tensors[key]
-                    # one element after the layers: it is added to the output of a stub, which is shaped like the input
+                    # A parameter after the layers, such as a final bias, becomes a scalar: the stub before it returns
+                    # the shape of its own input, and a scalar can be added to any shape.
                     shape = () if f"{prefix}{key}" in modules_after else tensor.shape
                     object.__setattr__(module, key, _make_nan(shape, tensor.dtype, device))
 
@@ -140,7 +148,7 @@ def modules_on_layer_path(stages: StageMap) -> list[str]:
 
 
 def describe_output(output: Any) -> OutputStructure:
-    """Return the structure in which a stub returns NaN for a module with this output."""
+    """Return the structure of an output: tensors become `LIKE_FIRST_INPUT`, other values are kept."""
     if isinstance(output, Tensor):
         return LIKE_FIRST_INPUT
     if isinstance(output, Mapping):
@@ -152,13 +160,13 @@ def describe_output(output: Any) -> OutputStructure:
 
 
 def _stored_names(module: nn.Module) -> list[str]:
-    """Return the names of parameters and of stored buffers; a tied one has several."""
+    """Return the names of parameters and persistent buffers; a tied parameter has several."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return names + [name for name in module.state_dict(keep_vars=True) if name not in set(names)]
 
 
 def _make_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return NaN, or zeros for a dtype without NaN, in storage for one element."""
+    """Return a tensor of NaN, or of zeros for a dtype without NaN, expanded from one element."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
@@ -172,7 +180,12 @@ def _to_meta(value: Any) -> Any:
 
 
 def _fill_with_nan(output_structure: OutputStructure, first: Tensor) -> Any:
-    """Return NaN in this structure; zeros for a dtype without NaN."""
+    """Return an output of this structure whose tensors are NaN, or zeros for a dtype without NaN.
+
+    Args:
+        output_structure: From `describe_output`, or an output on the meta device.
+        first: First tensor among the inputs of the module.
+    """
     if isinstance(output_structure, (FirstInputShape, Tensor)):
         like = first if isinstance(output_structure, FirstInputShape) else output_structure
         return _make_nan(like.shape, like.dtype, first.device).contiguous()  # the model may change it in place

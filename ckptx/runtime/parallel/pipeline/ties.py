@@ -27,8 +27,8 @@ class Tie(NamedTuple):
     """A parameter that several stages share.
 
     Attributes:
-        name: Its first name in the whole model.
-        copies: Its first name on each stage that has it, by stage.
+        name: First name of the parameter in the whole model.
+        copies: Stage -> first name of the parameter on that stage, for each stage that has it, in ascending order.
     """
 
     name: str
@@ -56,7 +56,7 @@ def find_ties_across_stages(model: nn.Module, stages: StageMap) -> list[Tie]:
 
 
 def find_later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> list[Tensor]:
-    """Return the copies on this rank except those on the first stage of their tie, which count once for all."""
+    """Return the copies on this rank except those on the first stage of their tie, which represent all copies."""
     return [
         find_parameter(models[stage], name)
         for tie in ties
@@ -66,7 +66,10 @@ def find_later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> l
 
 
 def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """Remove the gradients of earlier steps, which are already summed, from all copies; return them by tie name."""
+    """Remove the gradients of earlier steps from all copies, and return one local gradient per tie, by its name.
+
+    The gradients are already summed over stages, so those of all copies are equal.
+    """
     gradients = {}
     for tie in ties:
         for stage, name in tie.copies.items():
@@ -137,13 +140,14 @@ def _checksum(tensor: Tensor) -> str:
     bits = tensor.contiguous().reshape(-1).view(_INTEGER_DTYPES[tensor.element_size()])
     for index, chunk in enumerate(bits.split(_CHUNK_NUMEL)):
         wide = chunk.to(torch.int64)
-        positions = torch.arange(1, len(wide) + 1, device=wide.device)
-        sums = [sums[0] + int(wide.sum()), sums[1] + int((wide * positions).sum()) * (2 * index + 1)]
+        first = index * _CHUNK_NUMEL + 1
+        positions = torch.arange(first, first + len(wide), device=wide.device)
+        sums = [sums[0] + int(wide.sum()), sums[1] + int((wide * positions).sum())]
     return f"{sums[0]:x}.{sums[1]:x}"
 
 
 def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
-    """Refuse copies of a tied parameter that are sharded differently, or have different values.
+    """Refuse copies of a tied parameter that are sharded differently, or have different values; every rank calls it.
 
     Gradients of copies with different shards could not be added shard by shard.
 

@@ -1,7 +1,7 @@
 """Shards the parameters of a model by its plan, and makes the stock forward pass correct on the shards.
 
 A sharded parameter becomes a DTensor: `Shard(dim)` for one tensor along the dim, `_StridedShard` for equal fused parts.
-DTensor cannot express parts of unequal width; such a parameter is marked `Shard(dim)` and holds the rectangles of
+DTensor cannot express parts of unequal width; such a parameter is marked `Shard(dim)` and holds the regions of
 `TensorParallelLayout.local_regions`, which loaders and writers should use in any case.
 """
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from ckptx.architecture.run_support import GATHER_STYLES, SPLIT_STYLES
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.layout.placement import Placement, ceil_chunks, is_aligned, tp_regions
@@ -25,7 +26,7 @@ from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placemen
 from ckptx.runtime.parallel.tensor_parallel import dropout, sequence, styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks, concat_regions
 from ckptx.runtime.parallel.tensor_parallel.loss import install_sharded_loss
-from ckptx.runtime.parallel.tensor_parallel.plans import GATHER_STYLES, SPLIT_STYLES, TpPlan
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERT_STYLES, ShardedParameter, TpSharding
 from ckptx.runtime.torch_private import StridedShard
@@ -41,8 +42,9 @@ class TensorParallelLayout:
         decisions: Decision by parameter name; a tied parameter has its first name.
         shapes: Shape of each whole parameter, by the same names.
         gathered_modules: Modules whose parameters are gathered around their forward pass.
-        gathered_outputs: Modules that run on shards and gather their output: True if their shards hold whole heads or
-            parts.
+        gathered_outputs: Name of each module that runs on shards and gathers its output -> True if each of its shards
+            holds whole heads or parts.
+        sharded_head: Name of the module whose output stays sharded over the vocabulary; empty for none.
     """
 
     tp: int
@@ -51,6 +53,7 @@ class TensorParallelLayout:
     shapes: Mapping[str, tuple[int, ...]]
     gathered_modules: tuple[str, ...]
     gathered_outputs: Mapping[str, bool]
+    sharded_head: str = ""
 
     @property
     def placements(self) -> dict[str, Placement | None]:
@@ -59,7 +62,7 @@ class TensorParallelLayout:
 
     @classmethod
     def merge(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
-        """Merge the layouts of several pipeline stages of one model; None without TP."""
+        """Merge the layouts of the pipeline stages of one model; return None if all are None, as without TP."""
         stage_layouts = [each for each in layouts if each is not None]
         if not stage_layouts:
             return None
@@ -70,18 +73,19 @@ class TensorParallelLayout:
             {name: shape for each in stage_layouts for name, shape in each.shapes.items()},
             tuple(dict.fromkeys(name for each in stage_layouts for name in each.gathered_modules)),
             {name: aligned for each in stage_layouts for name, aligned in each.gathered_outputs.items()},
+            next((each.sharded_head for each in stage_layouts if each.sharded_head), ""),
         )
 
     def local_regions(self, name: str, rank: int | None = None) -> list[Region] | None:
-        """Return the rectangles of a parameter that a rank holds, concatenated along the sharded dim.
+        """Return the regions of a parameter that a rank holds, concatenated along the sharded dim.
 
         Args:
             name: Name of the parameter.
             rank: TP rank; None means this one.
 
         Returns:
-            The whole tensor as one rectangle if it is replicated; None for a name without a TP decision, such as a
-            buffer.
+            The whole tensor as one region if it is replicated; empty if the rank has no part of it; None for a name
+            without a TP decision, such as a buffer.
         """
         if name not in self.decisions:
             return None
@@ -101,7 +105,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
         UnsupportedError: A shard splits a head that the forward pass requires whole, or a layer does not match the
             modules that `plan.sequence` names.
     """
-    ranks = TpRanks.of(mesh)
+    ranks = TpRanks.from_mesh(mesh)
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     decisions = {name: _decide_parameter_placement(plan, name, shapes, ranks.size) for name in parameters}
@@ -120,7 +124,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
         _install_styles(model, plan, ranks, local_parameters, gathered_units)
     scopes = tuple(scope for scopes in gathered_units.values() for scope in scopes)
     outputs = _find_gathered_outputs(plan, decisions, scopes)
-    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes, outputs)
+    sharded_modules = {name.rpartition(".")[0] for name, _ in local_parameters}
+    has_sharded_head = plan.sharded_head in sharded_modules and not _is_in_any_module(f"{plan.sharded_head}.", scopes)
+    head = plan.sharded_head if has_sharded_head else ""
+    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes, outputs, head)
 
 
 def find_gather_unit(name: str) -> str:
@@ -158,7 +165,7 @@ def _make_tp_sharding(shape: tuple[int, ...], decision: PlacementDecision, tp: i
 def _iter_sharded_parameters(
     model: nn.Module, shardings: Mapping[int, TpSharding | None]
 ) -> Iterator[tuple[str, ShardedParameter]]:
-    """Yield every place of a sharded parameter, with its full name."""
+    """Yield (full name, place in the model) of each sharded parameter; a tied one under each of its names."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             sharding = shardings.get(id(parameter)) if parameter is not None else None
@@ -201,7 +208,7 @@ def _torch_placement(sharding: TpSharding) -> TorchPlacement:
 def _find_gathered_units(
     model: nn.Module, plan: TpPlan, decisions: Mapping[str, PlacementDecision], tp: int
 ) -> dict[str, tuple[str, ...]]:
-    """Return units that cannot run on shards, each with the modules around whose forward pass it is gathered."""
+    """Return each unit that cannot run on shards -> the modules around whose forward pass its tensors are gathered."""
     modules = dict(model.named_modules())
     units: dict[str, list[str]] = {}
     for name in decisions:
@@ -268,7 +275,7 @@ def _is_style_supported(
     decisions: Mapping[str, PlacementDecision],
     tp: int,
 ) -> bool:
-    """Return True if a style supports the forward pass of the module that holds a parameter."""
+    """Return True if a style can replace the forward pass of the module that holds a sharded parameter."""
     path, _, leaf = name.rpartition(".")
     module, kind, placement = modules[path], STYLES[style], decisions[name].placement
     assert placement is not None
@@ -319,7 +326,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _find_gathered_outputs(
     plan: TpPlan, decisions: Mapping[str, PlacementDecision], scopes: Iterable[str]
 ) -> dict[str, bool]:
-    """Return the modules whose output is gathered after they ran on shards, and True for each with aligned shards."""
+    """Return `TensorParallelLayout.gathered_outputs`; modules inside `scopes` are gathered as a whole and left out."""
     gathered_outputs: dict[str, bool] = {}
     for name, decision in decisions.items():
         module = name.rpartition(".")[0]

@@ -48,8 +48,8 @@ class TpRanks(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> TpRanks:
-        """Return the ranks of a mesh with one dim."""
+    def from_mesh(cls, mesh: DeviceMesh) -> TpRanks:
+        """Return the TP ranks of a mesh with one dim."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
@@ -82,9 +82,12 @@ def own_slice(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
 
 
 def concat_regions(full: torch.Tensor, dim: int, regions: Sequence[Region]) -> torch.Tensor:
-    """Concatenate rectangles of a tensor along `dim`: the shard of one rank."""
-    parts = [full.narrow(dim, region.offsets[dim], region.sizes[dim]) for region in regions]
-    return torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+    """Return the shard of one rank: its regions of the whole tensor, concatenated along `dim`.
+
+    The regions span all other dims. Without regions, the result has size 0 along `dim`.
+    """
+    slices = [full.narrow(dim, region.offsets[dim], region.sizes[dim]) for region in regions]
+    return torch.cat(slices, dim) if slices else full.narrow(dim, 0, 0)
 
 
 def gather_shards(
@@ -96,16 +99,16 @@ def gather_shards(
         local: Shard of this rank.
         shape: Shape of the whole tensor.
         dim: Sharded dim.
-        regions: For each rank, its rectangles in their order.
+        regions: For each rank, its regions in their order.
         ranks: TP ranks.
     """
-    widths = [sum(region.sizes[dim] for region in parts) for parts in regions]
+    widths = [sum(region.sizes[dim] for region in rank_regions) for rank_regions in regions]
     padded = _pad(local.movedim(dim, 0), max(widths))
     gathered = functional.wait_tensor(_all_gather(padded, 0, ranks.group)).movedim(0, dim)
     full = local.new_empty(tuple(shape))
-    for rank, parts in enumerate(regions):
+    for rank, rank_regions in enumerate(regions):
         begin = rank * max(widths)
-        for region in parts:
+        for region in rank_regions:
             width = region.sizes[dim]
             full.narrow(dim, region.offsets[dim], width).copy_(gathered.narrow(dim, begin, width))
             begin += width
@@ -188,7 +191,7 @@ class _GatherShards(torch.autograd.Function):  # type: ignore[misc]  # torch say
 
 
 def copy_to_ranks(x: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """Return a whole tensor as input of computations that differ by rank: its gradients are summed."""
+    """Return a whole tensor as input of computations that differ by rank: its gradients are summed over ranks."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     result: torch.Tensor = _CopyToRanks.apply(x, ranks)
@@ -228,6 +231,9 @@ def scatter_sum(x: torch.Tensor, dim: int, ranks: TpRanks) -> torch.Tensor:
 def gather_parameter(
     local: torch.Tensor, shape: Sequence[int], dim: int, regions: Sequence[Sequence[Region]], ranks: TpRanks
 ) -> torch.Tensor:
-    """Return a whole parameter, for computations that are equal on all ranks: its gradient is not summed."""
+    """Return a whole parameter, for computations that are equal on all ranks: its gradient is not summed.
+
+    Arguments are those of `gather_shards`.
+    """
     result: torch.Tensor = _GatherShards.apply(local, shape, dim, regions, ranks)
     return result

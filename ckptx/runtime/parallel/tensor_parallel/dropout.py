@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckptx.architecture.run_support import GATHER_STYLES
 from ckptx.errors import UsageError
 from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.runtime.parallel.randomness import default_generator
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
-from ckptx.runtime.parallel.tensor_parallel.plans import GATHER_STYLES, TpPlan
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan
 from ckptx.runtime.parallel.tensor_parallel.sequence import SequenceSharding, is_inside
 from ckptx.runtime.parallel.tensor_parallel.styles import EXPERT_STYLES
 from ckptx.runtime.torch_private import DropoutNd
@@ -49,7 +50,7 @@ class RngStreams:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the state of a generator is no part of a graph
     def use_own_stream(self, device: torch.device) -> None:
-        """Switch to the rank's own stream; one number of the shared stream is skipped."""
+        """Switch to the rank's own stream, after drawing one number of the shared stream; no effect if it is in use."""
         if self.uses_own_stream:
             return
         generator = default_generator(device)
@@ -62,7 +63,7 @@ class RngStreams:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def use_shared_stream(self) -> None:
-        """Switch back to the stream that TP ranks share."""
+        """Switch back to the stream that TP ranks share; no effect if it is in use."""
         if self.uses_own_stream:
             assert self._generator is not None
             self._generator.set_state(self._shared_state)
@@ -83,8 +84,9 @@ def install_rng_streams(
         model: Model that contains `modules`, with the dropout probabilities of training.
         modules: All modules of the model, by path.
         plan: Plan from `find_plan`.
-        sharded_modules: Modules with sharded parameters.
-        gathered_modules: Modules whose parameters are gathered around their forward pass, so that outputs are whole.
+        sharded_modules: Paths of modules with sharded parameters.
+        gathered_modules: Paths of modules whose parameters are gathered around their forward pass, so that outputs are
+            whole.
         sequence_sharding: Sharding of the sequence.
         ranks: TP ranks.
     """
@@ -159,7 +161,7 @@ def _use_shared_stream_before(module: nn.Module, streams: RngStreams) -> None:
 
 
 def _use_own_stream_within(module: nn.Module, streams: RngStreams) -> None:
-    """Use the own stream within a module whose results are sharded."""
+    """Use the own stream within a module whose intermediate results are sharded."""
     original_forward = module.forward
 
     @functools.wraps(original_forward)
@@ -177,10 +179,10 @@ def _use_own_stream_within(module: nn.Module, streams: RngStreams) -> None:
 
 
 def _use_shared_stream_after(module: nn.Module, streams: RngStreams) -> None:
-    """Switch to the shared stream whenever a module ends.
+    """Switch to the shared stream whenever the forward of a module ends.
 
-    It may end early, by an error, or in a recomputation that has all that it needs. And a plan may shard outputs that
-    no other module sums.
+    It may end before the rowwise module: by an error, or in a recomputation that stops once it has all saved tensors.
+    And a plan may shard outputs that no other module sums.
     """
     original_forward = module.forward
 
@@ -197,9 +199,15 @@ def _use_shared_stream_after(module: nn.Module, streams: RngStreams) -> None:
 
 
 def _find_scopes(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths of the smallest module with both a colwise module and a rowwise one, and of its layer.
+    """Yield the paths of the modules whose end switches back to the shared stream after a colwise module.
 
-    If there is neither, the model ("") is yielded.
+    These are the smallest module that contains it and a rowwise module, and its layer; "" (the model) if there is
+    neither.
+
+    Args:
+        path: Path of the colwise module.
+        modules: All modules of the model, by path.
+        rowwise_paths: Paths of rowwise modules that run on shards.
     """
     enclosing_paths = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
     smallest = next(

@@ -1,7 +1,7 @@
 """Collects the verified facts about the forward pass of a transformers class, for the runtime.
 
-The facts come from the rows of its model type (section `forward` of its corrections). They apply to a class that was
-wrapped with ``type(name, (Mixin, cls), ...)`` and kept its module and name, not to a third-party class of that name.
+The facts come from the corrections of its model type (section `forward`). They also apply to a class that was wrapped
+with ``type(name, (Mixin, cls), ...)`` and kept its module and name, but not to a third-party class of that name.
 A decision that follows from them has the origin "optimized plan".
 """
 
@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ckptx.architecture.correction_rows import SequenceParallelModules, rows_of_class
+from ckptx.architecture.correction_types import SequenceParallelModules, filter_by_class
 from ckptx.architecture.corrections import corrections_of_class
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTraits:
-    """The ways in which the runtime may run a class; see `ckptx.architecture.correction_rows.ForwardRow`.
+    """The ways in which the runtime may run a class; see `ckptx.architecture.correction_types.ForwardCorrection`.
 
     Attributes:
-        sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
+        sharded_head: Name of the module whose output stays sharded over the vocabulary; empty for none.
         sequence: Modules for sequence parallelism; None if it is not supported.
         runnable_patterns: Patterns of plan rules whose tensors the forward pass can also use as shards.
         styles: Pattern -> additional style that the forward pass requires; it shards nothing.
         reads_weight: Module -> another module whose weight its forward reads.
         reads_weight_key: Key of the text model's config; `reads_weight` applies only if it is nonzero.
-        reason: Reason for `runnable_patterns`, `styles` and `reads_weight`.
+        reason: Reason for `runnable_patterns`, `styles` and `reads_weight`; empty if there are none.
     """
 
     sharded_head: str = ""
@@ -45,9 +45,9 @@ def qualified_name(cls: type) -> str:
 
 
 def find_forward_traits(model: nn.Module) -> ForwardTraits:
-    """Return the traits from all rows of the model's class; empty if it has no row."""
+    """Return the traits of the model's class from all of its rows; the defaults if it has no row."""
     cls = type(model)
-    rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
+    rows = filter_by_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(
         sharded_head=next((row.head for row in rows if row.head), ""),
         sequence=next((row.sequence for row in rows if row.sequence), None),
@@ -60,5 +60,5 @@ def find_forward_traits(model: nn.Module) -> ForwardTraits:
 
 
 def has_stock_forward(model: nn.Module) -> bool:
-    """Return True if the forward pass is one of transformers, even in a wrapped class: then its plan applies."""
+    """Return True if the forward pass is one of transformers, even in a wrapped class, so that its plan applies."""
     return str(type(model).forward.__module__).startswith("transformers.")

@@ -28,7 +28,7 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return the value of transformers' `ForCausalLMLoss`, in float32, also for sharded logits.
+    """Return the loss of transformers' `ForCausalLMLoss` as a float32 tensor without dims, also for sharded logits.
 
     Args:
         logits: [B, S, V]; a DTensor sharded along its last dim, or whole.
@@ -56,7 +56,9 @@ def causal_lm_loss(
 
 
 def make_loss(labels: Sequence[torch.Tensor], num_items: torch.Tensor) -> Callable[[Any, int], torch.Tensor]:
-    """Return a loss function per microbatch for `Pipeline.step` that weights every label of the step equally.
+    """Return a loss function for `Pipeline.step` that weights every label of the step equally.
+
+    The function takes the output of the model and the index of the microbatch, and returns a tensor without dims.
 
     Args:
         labels: Labels of each microbatch, [B, S], as for `causal_lm_loss`.
@@ -71,14 +73,14 @@ def install_sharded_loss(model: nn.Module) -> None:
 
 
 def _sharded_losses(logits: DTensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Return the loss by position, [B * S]."""
+    """Return the loss of each position, [B * S]; 0 for labels that do not count."""
     (placement,) = logits.placements
     if not placement.is_shard(logits.dim() - 1):
         raise UsageError(
             f"logits: must be sharded over the vocabulary, Shard({logits.dim() - 1}), not {placement}; "
             "gather them with full_tensor()"
         )
-    ranks = TpRanks.of(logits.device_mesh)
+    ranks = TpRanks.from_mesh(logits.device_mesh)
     begin, _ = ceil_chunks(logits.shape[-1], ranks.size)[ranks.rank]
     local = logits.to_local()
     flat = local.reshape(targets.numel(), local.shape[-1]).float()  # -1 is ambiguous for an empty slice

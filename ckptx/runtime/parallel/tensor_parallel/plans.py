@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.correction_rows import SequenceParallelModules
+from ckptx.architecture.correction_types import SequenceParallelModules
 from ckptx.architecture.lookup import find_architecture
-from ckptx.architecture.plans import layer_overrides
+from ckptx.architecture.run_support import GATHER_STYLES, is_valid_for_forward
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.layout.tensor_parallel_plan import Rule, TensorParallelPlan
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     ForwardTraits,
@@ -32,12 +29,6 @@ from ckptx.runtime.parallel.tensor_parallel.forward_traits import (
     has_stock_forward,
     qualified_name,
 )
-from ckptx.wording import counted
-
-GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # outputs are gathered, so shards may split heads
-SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # inputs are split from whole ones, so shards may split heads
-# A number of heads applies only if this flag of the same config is true.
-_FLAG_OF_HEAD_COUNT = {"num_global_key_value_heads": "attention_k_eq_v"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +38,11 @@ class TpPlan:
     Attributes:
         class_name: Class name of the model, for messages.
         sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide_placement`.
-        origins: Pattern -> origin of the decision (`Rule.decided_by`, or "optimized plan"), for patterns of this model.
+        origins: Pattern -> origin of the decision (`Rule.decided_by`, or "optimized plan"), for patterns that match a
+            parameter of this model.
         runnable_patterns: Patterns whose tensors the forward pass uses as shards; all others are gathered.
-        sharded_head: Module whose output stays sharded over the vocabulary; empty for none.
-        reads_weight: Module -> another module whose weight its forward reads.
+        sharded_head: Name of the module whose output stays sharded over the vocabulary; empty for none.
+        reads_weight: Name of a module -> name of another module whose weight its forward reads.
         sequence: Modules for sequence parallelism; None without it.
     """
 
@@ -94,9 +86,9 @@ def find_plan(
         names: Names of all parameters of the whole model, if `model` is a stage of it; None means those of `model`.
 
     Raises:
-        UsageError: The user's plan matches no parameter, or has an unknown style.
-        UnsupportedError: The model's own plan matches no parameter or has an unknown style, or sequence parallelism is
-            not verified for the class.
+        UsageError: No pattern of the user's plan matches a parameter, or it has an unknown style.
+        UnsupportedError: No pattern of the model's own plan matches a parameter, or it has an unknown style, or
+            sequence parallelism is not verified for the class.
     """
     parameter_names = (
         list(names) if names is not None else [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -142,41 +134,6 @@ def find_plan(
     )
 
 
-def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) -> None:
-    """Refuse a number of TP ranks that does not divide the attention heads, before anything is built.
-
-    Only heads that the forward pass uses as shards count: a projection whose output is gathered may be split anywhere.
-
-    Raises:
-        UnsupportedError: A number of heads is not a multiple of `tp`.
-    """
-    if tp == 1:
-        return
-    counts = _head_counts(config, architecture)
-    undivided = [f"{key}={count}" if key else counted(count, "attention head") for key, count in counts if count % tp]
-    if undivided:
-        divisor = gcd(*(count for _, count in counts))
-        *sizes, largest = [str(size) for size in range(1, divisor + 1) if divisor % size == 0]
-        raise UnsupportedError(
-            f"{architecture.class_name}: tp={tp} does not divide {', '.join(undivided)}; each TP rank must hold whole "
-            f"attention heads, choose tp {' or '.join([', '.join(sizes), largest] if sizes else [largest])}"
-        )
-
-
-def _head_counts(config: Mapping[str, Any], architecture: Architecture) -> list[tuple[str, int]]:
-    """Return the numbers of heads that TP must divide, each with its config key, or "" if the config has none."""
-    plan = architecture.tensor_parallel_plan(config)
-    text = _text_config(config, architecture)
-    matches = [match for match in map(plan.find_rule, plan.patterns()) if match is not None]
-    counts = dict.fromkeys(
-        (_find_head_count_key(text, count), count)
-        for pattern, rule in matches
-        if _requires_whole_heads(plan, pattern, rule)
-        for count, _ in rule.heads
-    )
-    return [each for each in counts if each[0] not in _FLAG_OF_HEAD_COUNT or text.get(_FLAG_OF_HEAD_COUNT[each[0]])]
-
-
 class _BasePlan(NamedTuple):
     """The plan without the user's.
 
@@ -193,7 +150,7 @@ def _find_base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str
     """Return overrides and the model's own plan, from the table of architectures, else from the class itself.
 
     Raises:
-        UnsupportedError: The plan of the class matches nothing, or has an unknown style.
+        UnsupportedError: No pattern of the plan of the class matches a parameter, or it has an unknown style.
     """
     architecture = find_architecture(config)
     if architecture is not None:
@@ -212,55 +169,21 @@ def _find_base_plan(model: nn.Module, config: Mapping[str, Any], names: list[str
 
 
 def _find_runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> frozenset[str]:
-    """Return the patterns whose rules are known to give a correct forward pass, not only shards of a checkpoint."""
+    """Return the patterns for whose tensors the forward pass is known to be correct on shards."""
     patterns = set()
     for pattern in base_plan.plan.patterns():
         match = base_plan.plan.find_rule(pattern)
         if match is None or match[0] != pattern:
             continue
-        if _is_made_for_running(base_plan.plan, pattern, match[1]) or pattern in traits.runnable_patterns:
+        if is_valid_for_forward(base_plan.plan, pattern, match[1]) or pattern in traits.runnable_patterns:
             patterns.add(pattern)
     return frozenset(patterns)
 
 
-def _is_made_for_running(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
-    """Return True for the model's own plan, for an override that repeats it, and for embeddings and output heads."""
-    if rule.decided_by != "override":
-        return True
-    own_rule = plan.fallback.rules.get(pattern) if plan.fallback is not None else None
-    is_vocabulary = rule.style in (
-        "embedding_rowwise",
-        *GATHER_STYLES,
-    )  # either of them gives its module's whole output
-    return (own_rule is not None and own_rule.style == rule.style) or is_vocabulary
-
-
 def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable_patterns: frozenset[str]) -> bool:
-    """Return True if the plan has the same style for a pattern, and was made for running there."""
+    """Return True if the plan has the same style for a pattern of the user, and its own pattern is runnable."""
     match = plan.find_rule(pattern) or plan.find_rule(f"{pattern}._")
     return match is not None and match[1].style == style and match[0] in runnable_patterns
-
-
-def _requires_whole_heads(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
-    kind = STYLES[rule.style]
-    is_sharded = kind in (StyleKind.COLWISE, StyleKind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
-    return bool(rule.heads) and is_sharded and _is_made_for_running(plan, pattern, rule)
-
-
-def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
-    """Return the config of the text layers."""
-    structure = architecture.structure
-    text_config: Any = config
-    for key in (*structure.root, *filter(None, structure.text_config_path.split("."))):
-        text_config = text_config.get(key) if isinstance(text_config, Mapping) else None
-    return text_config if isinstance(text_config, Mapping) else config
-
-
-def _find_head_count_key(config: Mapping[str, Any], count: int) -> str:
-    """Return the config key with this number of heads, the longest if several have it; "" if none has."""
-    values = [*config.items(), *(item for layer in layer_overrides(config) for item in layer.items())]
-    keys = [key for key, value in values if key.endswith(("heads", "n_head")) and value == count]
-    return max(keys, key=lambda key: len(key), default="")
 
 
 def _is_key_set(model: nn.Module, key: str) -> bool:
@@ -270,7 +193,10 @@ def _is_key_set(model: nn.Module, key: str) -> bool:
 
 
 def _is_output_head_sharded(plan: TensorParallelPlan, head: str) -> bool:
-    """Return True if the plan shards the output head by rows and gathers its output, which a user may override."""
+    """Return True if the plan has a style for the head that shards its rows and gathers its output.
+
+    A plan of the user may have another style. False for an empty `head`.
+    """
     match = plan.find_rule(f"{head}.weight") if head else None
     return match is not None and match[1].style in GATHER_STYLES
 
@@ -290,5 +216,6 @@ def _find_origins(plan: TensorParallelPlan, names: list[str], traits: ForwardTra
 
 
 def _unmatched_patterns(plan: TensorParallelPlan, names: list[str]) -> list[str]:
+    """Return the patterns of a plan and of its fallbacks that match no name."""
     fallback_patterns = _unmatched_patterns(plan.fallback, names) if plan.fallback is not None else []
     return [*plan.find_unmatched_patterns(names), *fallback_patterns]

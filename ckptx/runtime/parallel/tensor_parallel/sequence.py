@@ -49,10 +49,10 @@ class SequenceSharding:
     """The modules that run on slices of the sequence, and those that get it whole.
 
     Attributes:
-        layers: Paths of the layers, from the first on this stage to the last.
+        layers: Paths of the layers, from the first on this stage to the last; empty if the sequence is not sharded.
         full_modules: Modules in the layers that get the full sequence.
-        sliced_modules: Modules in the layers with parameters of their own that get a slice.
-        sliced_arguments: Arguments of a layer, besides the hidden states, that have a sequence dim.
+        sliced_modules: Paths of the layers and of modules in them that get a slice and have parameters of their own.
+        sliced_arguments: Names of the arguments of a layer, other than the hidden states, that have a sequence dim.
     """
 
     layers: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class SequenceSharding:
     sliced_arguments: tuple[str, ...] = ()
 
     def has_partial_output(self, path: str) -> bool:
-        """Return True if a module is in a full-sequence module that sums its outputs."""
+        """Return True if a module is, or is inside, a full-sequence module whose outputs are summed over ranks."""
         return any(each.has_partial_output and is_inside(path, each.path) for each in self.full_modules)
 
 
@@ -78,8 +78,8 @@ def shard_sequence(
     Args:
         modules: All modules of the model, or of a pipeline stage, by path.
         plan: Plan of the model; without `sequence`, nothing is sharded.
-        sharded_modules: Modules with sharded parameters.
-        gathered_modules: Modules whose parameters are gathered around their forward pass.
+        sharded_modules: Paths of modules with sharded parameters.
+        gathered_modules: Paths of modules whose parameters are gathered around their forward pass.
 
     Raises:
         UnsupportedError: A layer does not match the modules that `plan.sequence` names, so it is unknown which of its

@@ -40,7 +40,7 @@ class TpSharding(NamedTuple):
     Attributes:
         shape: Shape of the whole parameter.
         dim: Sharded dim.
-        regions: For each rank, its rectangles of the whole parameter, concatenated along `dim`.
+        regions: For each rank, its regions of the whole parameter, concatenated along `dim`.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +50,8 @@ class TpSharding(NamedTuple):
 
 class ShardedParameter(NamedTuple):
     """A sharded parameter and its place in the model.
+
+    It is looked up by name whenever it is used, as FSDP2 replaces parameters.
 
     Attributes:
         module: Module that holds the parameter.
@@ -170,10 +172,10 @@ def install_experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: 
     All inputs, including the routing weights, get partial gradients, which are summed.
 
     Args:
-        module: Module with the shards of all experts.
+        module: Module whose parameters are the shards of all experts.
         ranks: TP ranks.
         is_sequence_parallel: True if inputs were gathered along the tokens, which sums their gradients; the output is
-            scattered.
+            scattered along the tokens.
     """
     original_forward = module.forward
 
@@ -192,7 +194,7 @@ def install_experts(module: nn.Module, ranks: TpRanks, *, is_sequence_parallel: 
 
 
 def install_local_params(module: nn.Module, ranks: TpRanks) -> None:
-    """Replace the forward of a module by one that uses the local shards of its own parameters."""
+    """Make a module use the local shards of its own parameters in the stock forward."""
     original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -277,7 +279,7 @@ def swap_parameters(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> I
 def _gather_sharded(
     parameters: Sequence[ShardedParameter], ranks: TpRanks
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield whole tensors for parameters that are sharded at this moment; a tied one is gathered once."""
+    """Yield (module, name, whole tensor) for each parameter that is sharded at this moment; ties are gathered once."""
     gathered_by_id: dict[int, torch.Tensor] = {}
     for module, name, sharding in parameters:
         tensor = module._parameters.get(name)
@@ -305,7 +307,7 @@ def _copy_floats_to_ranks(value: Any, ranks: TpRanks) -> Any:
 
 
 def _as_dtensor(y: torch.Tensor, out_features: int, ranks: TpRanks) -> torch.Tensor:
-    """Return a slice of [.., out_features] as a DTensor."""
+    """Return this rank's slice of a tensor [.., out_features] as a DTensor sharded along its last dim."""
     shape = torch.Size((*y.shape[:-1], out_features))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, ranks.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)

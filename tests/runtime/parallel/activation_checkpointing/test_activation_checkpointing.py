@@ -25,8 +25,8 @@ from ckptx.runtime.parallel.activation_checkpointing.wrap import (
     KVSharingFallback,
     canonical_name,
     checkpoint_activations,
-    original_configs,
     shares_kv,
+    use_cache_restored,
 )
 from ckptx.runtime.parallel.distributed import mesh_of
 from ckptx.runtime.parallel.parallelize import parallelize
@@ -285,7 +285,7 @@ def test_configs_are_saved_as_they_were_given(name: str) -> None:
     for _ in range(2):
         checkpoint_activations(model, "full")
         assert model.config.to_dict() != given
-        with original_configs(model):
+        with use_cache_restored(model):
             assert model.config.to_dict() == given
         assert not model.config.get_text_config().use_cache
 
@@ -294,7 +294,7 @@ def test_a_cache_that_was_off_stays_off() -> None:
     model = build(EVERY[LLAMA])
     model.config.use_cache = False
     checkpoint_activations(model, "full")
-    with original_configs(model):
+    with use_cache_restored(model):
         assert model.config.use_cache is False
 
 

@@ -16,7 +16,7 @@ from tests.support.pool import GlooPool
 
 def save_stages(rank: int, world_size: int, root: str, out: str, dims: dict[str, int], steps: int) -> list[str]:
     """Loads the stages of a checkpoint and saves them again, with an optimizer after so many steps."""
-    from ckptx.architecture.class_table import find_row
+    from ckptx.architecture.class_table import find_class_record
     from ckptx.formats.hf.reader import read_json
     from ckptx.layout.parallel_dims import ParallelDims
     from ckptx.layout.stages import StageMap
@@ -31,7 +31,7 @@ def save_stages(rank: int, world_size: int, root: str, out: str, dims: dict[str,
     mesh = mesh_of(ParallelDims(**dims), "cpu")
     model = build_model(Path(root))
     config = read_json(Path(root) / "config.json")
-    row = find_row(type(model).__name__)
+    row = find_class_record(type(model).__name__)
     architecture = row.architecture_for(config) if row is not None else None
     assert architecture is not None
     plan = find_plan(model, config) if dims.get("tp", 1) > 1 else None

@@ -10,14 +10,15 @@ import torch
 import transformers
 from torch import nn
 
-from ckptx.architecture.correction_rows import ForwardRow
+from ckptx.architecture.correction_types import ForwardCorrection
 from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.model_files import read_index
+from ckptx.architecture.run_support import check_heads
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.styles import STYLES
 from ckptx.runtime.parallel.tensor_parallel.forward_traits import ForwardTraits, find_forward_traits
-from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan, check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.plans import TpPlan, find_plan
 from tests.support.corrections import forward_rows, patched_corrections
 from tests.support.models import EVERY
 from tests.support.tensor_parallel import config_of
@@ -53,7 +54,7 @@ def as_it_runs(model: Any) -> list[Any]:
     return [plan.runnable_patterns, plan.sharded_head, plan.reads_weight, plan.sequence, plan.sharding.patterns()]
 
 
-def unused_rows(rows: dict[str, list[ForwardRow]]) -> set[tuple[str, str]]:
+def unused_rows(rows: dict[str, list[ForwardCorrection]]) -> set[tuple[str, str]]:
     """Rows, by class and reason, without which every model of the tests runs as it does with them."""
     found = {(name, row.reason) for name, each in rows.items() for row in each}
     types = read_index()["classes"]
@@ -75,7 +76,7 @@ def test_every_row_changes_how_a_model_runs() -> None:
 
 
 def test_a_row_that_changes_nothing_is_reported() -> None:
-    nothing = ForwardRow("LlamaForCausalLM", "for a test", runs=("model.layers.*.mlp.nowhere",))
+    nothing = ForwardCorrection("LlamaForCausalLM", "for a test", runs=("model.layers.*.mlp.nowhere",))
     with patched_corrections("llama", forward=(*corrections_of("llama").forward, nothing)):
         assert unused_rows({"LlamaForCausalLM": [nothing]}) == {("LlamaForCausalLM", "for a test")}
 

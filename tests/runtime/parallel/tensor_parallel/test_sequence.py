@@ -249,7 +249,7 @@ def stage(rank: int, world_size: int, container: str) -> tuple[float, tuple[str,
     inputs = worker.pad_inputs(EVERY["gemma4-shared-kv"].inputs(), world_size)
     for each in (model, cut):
         worker.compute(each, inputs)[1].backward()
-    differences = worker.gradient_differences(model, cut, layout, TpRanks.of(mesh))
+    differences = worker.gradient_differences(model, cut, layout, TpRanks.from_mesh(mesh))
     return max(differences.values()), shard_sequence(modules, plan, (), ()).layers
 
 
