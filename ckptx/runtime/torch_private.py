@@ -3,8 +3,8 @@
     classes and functions   imported from here, see `_NAMES`
     attributes of objects   read by one function each, such as `local_tensor`
 
-Checked with torch 2.11.0 and 2.13.0. A name is looked up when it is first used: with a torch that lacks it, the command
-that needs it exits with code 7 and names it and the version, and all others work.
+Checked with torch 2.11.0 and 2.13.0. A name is looked up when it is first used. With a torch that lacks it, commands
+that use it fail with an `EnvironmentProblem` that states the name and the version of torch; all others work.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TESTED_VERSIONS = ("2.11", "2.13")
 _FAKE = "torch._subclasses.fake_tensor"
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _BACKWARD = "torch.distributed.pipelining._backward"
+_CPU = torch.device("cpu")
 
-# Name here -> full name in torch.
+# Name in this module -> full name in torch.
 _NAMES = {
     # Tensors with a shape and without storage, for `forecast`.
     "FakeTensor": f"{_FAKE}.FakeTensor",
     "FakeTensorMode": f"{_FAKE}.FakeTensorMode",
-    "in_kernel_invocation_manager": f"{_FAKE}.in_kernel_invocation_manager",
     "unset_fake_temporarily": f"{_FAKE}.unset_fake_temporarily",
     "DataDependentOutputException": f"{_FAKE}.DataDependentOutputException",
     "DynamicOutputShapeException": f"{_FAKE}.DynamicOutputShapeException",
@@ -71,7 +71,11 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _find(path: str) -> Any:
-    """Import something from torch by its full name."""
+    """Return a function, class or module of torch by its full name.
+
+    Raises:
+        EnvironmentProblem: This version of torch does not have it.
+    """
     try:
         return resolve_name(path)
     except (ImportError, AttributeError) as error:
@@ -79,7 +83,11 @@ def _find(path: str) -> Any:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """Read a private attribute of an object that torch made."""
+    """Return a private attribute of an object of torch.
+
+    Raises:
+        EnvironmentProblem: This version of torch does not have it.
+    """
     try:
         return getattr(value, name)
     except AttributeError as error:
@@ -166,6 +174,23 @@ def disable_dispatch() -> Any:
     return _find("torch._C._DisableTorchDispatch")()
 
 
+def make_fake_tensor(meta_tensor: Tensor, template: Any) -> Any:
+    """Return a fake tensor with the shape and the storage of a tensor on the meta device.
+
+    The constructor of `FakeTensor` gives the same result and takes several times as long.
+
+    Args:
+        meta_tensor: Tensor without a gradient.
+        template: Fake tensor on the CPU, without a known value, whose mode and device are used.
+    """
+    fake_tensor = _find("torch.Tensor._make_subclass")(
+        type(template), meta_tensor, False, dispatch_device=True, device_for_backend_keys=_CPU
+    )
+    _find("torch._C._set_throw_on_mutable_data_ptr")(fake_tensor)
+    fake_tensor.__dict__.update(template.__dict__)
+    return fake_tensor
+
+
 @contextmanager
 def hide_dtensor_shape_inference() -> Iterator[None]:
     """Hide from dispatch modes the fake tensors with which DTensor infers the shape of a result.
@@ -187,6 +212,15 @@ def hide_dtensor_shape_inference() -> Iterator[None]:
         yield
     finally:
         setattr(propagator, name, infer_shape)
+
+
+def clear_sharding_caches() -> None:
+    """Clear DTensor's caches of the shardings of results in this process.
+
+    Its cached results refer to the mesh for which they were computed. A later mesh of the same shape has other process
+    groups.
+    """
+    _find("torch.distributed.tensor.debug._clear_sharding_prop_cache")()
 
 
 def compute_intensive_operations() -> Iterable[Any]:
@@ -257,8 +291,46 @@ def default_store() -> dist.Store:
     return _find("torch.distributed.distributed_c10d._get_default_store")()
 
 
+class _SendWork:
+    """The work that `isend` returns, which keeps its tensor alive as the works of gloo and NCCL do.
+
+    Attributes:
+        tensor: Tensor that is sent.
+    """
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work, self.tensor = work, tensor
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait until the tensor is sent; it is kept as long as this object."""
+        return bool(self._work.wait(*timeout))
+
+
+@contextmanager
+def keep_sent_tensors() -> Iterator[None]:
+    """Make the work that `isend` returns keep its tensor, within the block.
+
+    The works of gloo and NCCL keep a sent tensor until they are deleted, and those of a fake process group do not. A
+    pipeline schedule keeps works of sends for long: `GPipe` until the step ends, `1F1B` until the next send of the same
+    direction, and schedules with several stages per rank until the step ends.
+    """
+    module = _find("torch.distributed.distributed_c10d")
+    isend = _attribute(module, "isend")
+
+    def isend_and_keep(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = isend(tensor, *args, **kwargs)
+        return None if work is None else _SendWork(work, tensor)
+
+    # P2POp and batch_isend_irecv compare operations with the function of its module, schedules with that of `dist`
+    module.isend = dist.isend = isend_and_keep
+    try:
+        yield
+    finally:
+        module.isend = dist.isend = isend
+
+
 def drop_group_references(mesh: DeviceMesh) -> None:
-    """Drop the references of a mesh to its process groups, so that they end even if the mesh stays referenced.
+    """Drop the references of a mesh to its process groups, so that the groups are freed even if the mesh is kept.
 
     Meshes of torch 2.11 have no `_pg_registry`: they look up groups by name, and hold no reference.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -160,10 +161,10 @@ def test_shapes_that_dtensor_looks_for_are_not_seen(pool: GlooPool) -> None:
 def test_tensors_are_fake_within_their_mode() -> None:
     with torch_private.FakeTensorMode() as mode:
         fake = torch.ones(3)
+        copied = torch_private.make_fake_tensor(torch.empty(2, 4, device="meta"), fake)
+        assert copied.shape == (2, 4) and copied.device == fake.device and copied.fake_mode is mode
         with torch_private.unset_fake_temporarily():
             real = torch.ones(3)
-        with torch_private.in_kernel_invocation_manager(mode):
-            assert fake.device.type == "meta"
         with pytest.raises(torch_private.DataDependentOutputException):
             fake.sum().item()
         with pytest.raises(torch_private.DynamicOutputShapeException):
@@ -218,6 +219,59 @@ def test_gradients_of_inputs_and_weights_come_apart() -> None:
     assert torch.equal(gradients[0], layer.weight.sum(0, keepdim=True)) and layer.weight.grad is None
     torch_private.stage_backward_weight(layer.parameters(), groups)
     assert torch.equal(layer.weight.grad, torch.ones(3, 2))
+
+
+# ------------------------------------------------------------------------------------------------------------- sending
+
+
+def kept_after_send(rank: int, world_size: int) -> list[tuple[bool, bool, bool]]:
+    """Return if a sent tensor is alive: without a reference to it, after its work has waited, and without the work."""
+    found = []
+    for send in (send_alone, send_in_batch):
+        tensor = torch.ones(4)
+        reference = weakref.ref(tensor.untyped_storage())
+        works = send(tensor, 1 - rank)
+        del tensor
+        kept = reference() is not None
+        for work in works:
+            work.wait()
+        waited = reference() is not None
+        del works, work
+        found.append((kept, waited, reference() is not None))
+    return found
+
+
+def send_alone(tensor: Tensor, peer: int) -> list[Any]:
+    """Send a tensor as a batch of sends of a schedule does, and receive one."""
+    operation = dist.P2POp(dist.isend, tensor.detach(), peer)
+    assert operation.op == dist.isend
+    received = dist.irecv(torch.empty(4), peer)
+    return [operation.op(operation.tensor, group=None, tag=0, group_dst=peer), received]
+
+
+def send_in_batch(tensor: Tensor, peer: int) -> list[Any]:
+    """Send and receive tensors in one batch."""
+    return list(
+        dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor.detach(), peer), dist.P2POp(dist.irecv, torch.empty(4), peer)]
+        )
+    )
+
+
+def test_a_work_of_a_fake_group_keeps_a_sent_tensor_as_one_of_gloo_does(pool: GlooPool) -> None:
+    real = pool.run(kept_after_send, 2)
+    assert real == [[(True, True, False)] * 2] * 2
+    isend = dist.isend
+    dist.init_process_group("fake", store=torch_private.FakeStore(), rank=0, world_size=2)
+    try:
+        without = kept_after_send(0, 2)
+        with torch_private.keep_sent_tensors():
+            found = kept_after_send(0, 2)
+    finally:
+        dist.destroy_process_group()
+    assert without == [(False, False, False)] * 2
+    assert found == real[0]
+    assert dist.isend is isend is dist.distributed_c10d.isend
 
 
 # -------------------------------------------------------------------------------------------------------------- modules

@@ -69,12 +69,13 @@ class Saver:
 
         Args:
             model: The model, or the pipeline stages of this rank.
-            optimizer: Its optimizer; None saves the model alone.
+            optimizer: Its optimizer; None saves no optimizer state.
             path: Directory to write.
             **options: Options of `save`, see `SaveRequest`.
 
         Raises:
-            CkptxError: The previous save failed, or this one before it writes, as in `save`.
+            CkptxError: This save failed before it writes, as in `save`, or the saver is closed.
+            Exception: The previous save failed; see `wait`.
         """
         self.wait()
         if not self._groups:

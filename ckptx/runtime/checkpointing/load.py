@@ -1,7 +1,7 @@
 """Fills the parameters of a model from a checkpoint: on each rank its shards, and no tensor may stay uninitialized.
 
 model names --- OpenCheckpoint (any format, any naming) ---> entries: byte ranges in files
-parameters  --- shards.find_local_shards ---> rectangles of this rank, and their place in its memory
+parameters  --- shards.find_local_shards ---> regions of this rank, and their place in its memory
 both        --- RegionReader.fill, in threads, in the order of the files ---> loaded
 """
 
@@ -58,27 +58,31 @@ def load(
     prefix: str | None = None,
     workers: int | None = None,
     trust_remote_code: bool = False,
+    dequantize: bool = False,
 ) -> LoadReport:
     """Load this rank's shards of every parameter and persistent buffer, and report what was read.
 
     Args:
         model: Materialized model; plain, sharded by TP or FSDP, or a pipeline stage.
         root: Checkpoint in any format that ckptx reads.
-        regions: Function that returns for a parameter name the rectangles of the whole tensor that TP left on this
+        regions: Function that returns for a parameter name the regions of the whole tensor that TP left on this
             rank, in the order of its memory, or None if the DTensor or the shape is sufficient. None: the function
             would return None for every name.
         config: Replaces the `config.json` of the checkpoint; None uses that file, or else the model's own config.
         prefix: See `open_source`.
         workers: Number of reading threads; None means up to 4.
         trust_remote_code: See `build_model`.
+        dequantize: See `open_source`.
 
     Raises:
         InputError: A tensor is missing, the files are damaged, or tied names have different values.
-        UnsupportedError: A shape or dtype does not match.
+        UnsupportedError: A shape or dtype does not match, or ckptx does not read the format.
         UsageError: The model has no storage yet.
     """
     config = config or _fallback_config(model, root)
-    with open_source(root, config=config, prefix=prefix, trust_remote_code=trust_remote_code) as source:
+    with open_source(
+        root, config=config, prefix=prefix, trust_remote_code=trust_remote_code, dequantize=dequantize
+    ) as source:
         return load_from(model, source, regions=regions, workers=workers)
 
 
@@ -98,9 +102,9 @@ def load_from(
     plan = _plan_load(model, source, regions, tied)
     reader = RegionReader(source.files)
     with torch.no_grad():
-        _run_in_threads((partial(reader.fill, *job) for job in plan.region_reads()), workers)
+        _run_in_threads((partial(reader.fill, *each) for each in plan.region_reads()), workers)
         _run_in_threads(
-            (partial(_compare_tied, reader, tie, *job) for tie in plan.ties for job in tie.region_reads()), workers
+            (partial(_compare_tied, reader, tie, *each) for tie in plan.ties for each in tie.region_reads()), workers
         )
         retie(model)
     _logger.info(
@@ -132,7 +136,7 @@ def find_differing_names(
     """
     plan = _plan_load(model, source, regions, tied)
     reader = RegionReader(source.files)
-    return [read.name for read in plan.reads if not all(reader.is_equal(*job) for job in read.region_reads())]
+    return [read.name for read in plan.reads if not all(reader.is_equal(*each) for each in read.region_reads())]
 
 
 def find_unread(
@@ -177,7 +181,7 @@ class _TensorRead:
         entry_name: Model name of the entry; another one if names are tied.
         entry: The entry in the checkpoint.
         local_data: Memory of this rank's shards.
-        shards: Rectangles of the whole tensor on this rank, and their place in `local_data`.
+        shards: Regions of the whole tensor on this rank, and their place in `local_data`.
     """
 
     name: str
@@ -213,11 +217,11 @@ class _LoadPlan:
 
     def region_reads(self) -> list[RegionRead]:
         """Return the reads in the order of the files."""
-        return sorted((job for read in self.reads for job in read.region_reads()), key=_file_position)
+        return sorted((each for read in self.reads for each in read.region_reads()), key=_file_position)
 
 
-def _file_position(job: RegionRead) -> tuple[str, int]:
-    chunks = job.entry.chunks
+def _file_position(region_read: RegionRead) -> tuple[str, int]:
+    chunks = region_read.entry.chunks
     first = next(iter(chunks.archives if isinstance(chunks, LazyChunks) else chunks), None)
     return ("", 0) if first is None else (first.file, first.offset)
 
@@ -270,27 +274,27 @@ def _plan_tensor(
     source_name = next((each for each in names if each in entry_names), entry_names[0])
     local_data = _detached_local(tensor)
     shards = find_local_shards(name, tensor, local_regions)
-    for each in entry_names:
-        entry = source.tensors[each]
+    for entry_name in entry_names:
+        entry = source.tensors[entry_name]
         shape = (
             tuple(tensor.shape)
             if local_regions is None or isinstance(tensor, DTensor)
             else _covering_shape(local_regions, entry)
         )
-        if entry.shape != shape and each == source_name:
+        if entry.shape != shape and entry_name == source_name:
             raise UnsupportedError(
-                f'{source.root}: tensor "{each}" has shape {list(entry.shape)}, expected {list(shape)} for '
+                f'{source.root}: tensor "{entry_name}" has shape {list(entry.shape)}, expected {list(shape)} for '
                 f"{name}; use the config of this checkpoint"
             )
         target_dtype(entry, tensor.dtype)
-        read = _TensorRead(name, each, entry, local_data, shards)
-        if each == source_name:
+        read = _TensorRead(name, entry_name, entry, local_data, shards)
+        if entry_name == source_name:
             plan.reads.append(read)
         elif entry.shape != shape:
-            raise _tied_values_differ(source_name, each)
+            raise _tied_values_differ(source_name, entry_name)
         elif entry.chunks != source.tensors[source_name].chunks:
             plan.ties.append(read)
-        plan.used_names.add(each)
+        plan.used_names.add(entry_name)
     nbytes = local_data.numel() * local_data.element_size()
     plan.loaded_tensors[name] = LoadedTensor(source.stored_names[source_name], nbytes)
     plan.tied_names |= dict.fromkeys(names[1:], name)
@@ -299,10 +303,16 @@ def _plan_tensor(
 
 
 def _covering_shape(local_regions: Sequence[Region], entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of `entry` if the rectangles fit in it; else the smallest shape that contains them."""
-    ends = [max(region.offsets[dim] + region.sizes[dim] for region in local_regions) for dim in range(len(entry.shape))]
-    fits = bool(local_regions) and all(end <= size for end, size in zip(ends, entry.shape, strict=True))
-    return entry.shape if fits or not local_regions else tuple(ends)
+    """Return the shape of `entry` if the regions fit in it; else the smallest shape that contains them.
+
+    No regions, as on a rank without a part of the tensor, fit in any shape.
+    """
+    if not local_regions:
+        return entry.shape
+    ndim = len(local_regions[0].sizes)
+    ends = tuple(max(region.offsets[dim] + region.sizes[dim] for region in local_regions) for dim in range(ndim))
+    fits = len(ends) == len(entry.shape) and all(end <= size for end, size in zip(ends, entry.shape, strict=True))
+    return entry.shape if fits else ends
 
 
 def _tensors_with_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
@@ -320,7 +330,7 @@ def _tensors_with_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 def _group_ties(ties: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the groups of tied names, by each of their names; they include names of other stages."""
+    """Return name -> all names that are tied to it, itself included; they include names of other stages."""
     groups: dict[str, list[str]] = {}
     for target, source in ties:
         group = list(dict.fromkeys([*groups.get(source, [source]), *groups.get(target, [target])]))
@@ -344,19 +354,22 @@ def _non_persistent_buffers(model: nn.Module) -> Iterator[str]:
 def _explain_unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
     """Return the names on disk of the model's tensors that the plan does not read, with the reason."""
     used_on_disk = {stored for name in plan.used_names for stored in source.stored_names[name]}
-    remaining = [
-        (name, each) for name, stored in source.stored_names.items() if name not in plan.used_names for each in stored
+    unread = [
+        (name, stored_name)
+        for name, stored_names in source.stored_names.items()
+        if name not in plan.used_names
+        for stored_name in stored_names
+        if stored_name not in used_on_disk
     ]
-    remaining = [(name, each) for name, each in remaining if each not in used_on_disk]
-    extra_tensors = source.explain_extra_tensors() if remaining else {}
+    extra_tensors = source.explain_extra_tensors() if unread else {}
     reasons = {}
-    for name, each in remaining:
-        if source.uses_other_layer(name) or source.uses_other_layer(each):
-            reasons[each] = FROM_OTHER_LAYER
+    for name, stored_name in unread:
+        if source.uses_other_layer(name) or source.uses_other_layer(stored_name):
+            reasons[stored_name] = FROM_OTHER_LAYER
         elif source.architecture is None:
-            reasons[each] = UNKNOWN_TO_CLASS
-        else:
-            reasons[each] = extra_tensors.get(each, NOT_IN_MODEL)  # in another stage, or after the last layer
+            reasons[stored_name] = UNKNOWN_TO_CLASS
+        else:  # not an extra tensor: it belongs to another stage, or follows the last layer
+            reasons[stored_name] = extra_tensors.get(stored_name, NOT_IN_MODEL)
     return reasons
 
 

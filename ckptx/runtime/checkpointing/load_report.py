@@ -32,10 +32,10 @@ class LoadReport:
 
     Attributes:
         loaded_tensors: Loaded tensors by model name; a tied parameter has its first name.
-        tied_names: Other names of loaded parameters -> that first name; and names that were loaded from the name to
-            which they are tied, because the checkpoint has only that one -> its model name.
-        initialized_buffers: Buffers that were computed from the config, not read from the checkpoint.
-        unread_names: Names on disk of tensors that were not read, with the reason.
+        tied_names: Name -> name that it is tied to: for the other names of a loaded parameter its first name, and for a
+            parameter that the checkpoint stores only under the name of another one, that name.
+        initialized_buffers: Names of buffers that were computed from the config, not read from the checkpoint.
+        unread_names: Name on disk of a tensor or other value that was not read -> reason.
         bytes_read: Bytes read from the files. They differ from `nbytes` if the stored dtype is another one, if tied
             names are stored separately and compared, or if rows are too short to be read one by one.
         unverified_bytes: Bytes whose checksum was not verified because it also covers bytes of other ranks.

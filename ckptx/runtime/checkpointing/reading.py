@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.extra_tensors import ExtraTensors
+from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME, DType
 from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
@@ -31,6 +32,7 @@ from ckptx.model_view.view import (
     view_model,
     view_model_under,
 )  # fmt: skip
+from ckptx.quantization.checkpoint import open_dequantized
 from ckptx.runtime.checkpointing.load_report import OPTIMIZER_STATE, OTHER_STATE, UNKNOWN_TO_CLASS
 from ckptx.storage.interface import Location, SourceFiles
 from ckptx.transfer.digest_sink import stream_cast
@@ -68,19 +70,22 @@ class OpenCheckpoint:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The config in use: the checkpoint's own, or the one it was opened with."""
+        """The config in use: the one the checkpoint was opened with, or else its own; None if there is neither."""
         return self.view.config
 
     @property
     def non_model_names(self) -> dict[str, str]:
-        """Names on disk that are not part of the model, with the reason."""
+        """Name on disk of a tensor or other value that is not part of the model -> reason."""
         optimizer = dict.fromkeys(self.view.optimizer, OPTIMIZER_STATE)
         others = {name: each.description for each in self.view.other_models for name in each.names}
         return optimizer | dict.fromkeys(self.view.other, OTHER_STATE) | others
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first plain float tensor, the default of transformers for a config without one; or None."""
+        """The dtype of the first plain float tensor, the default of transformers for a config without one.
+
+        None if there is no such tensor.
+        """
         stored_dtypes = (entry.dtype for entry in self.tensors.values())
         dtype_name = next(
             (each.torch_name for each in stored_dtypes if each.is_castable and each.torch_name is not None), None
@@ -94,15 +99,16 @@ class OpenCheckpoint:
         )
 
     def explain_extra_tensors(self) -> dict[str, str]:
-        """Return the tensors that the class does not have, by name on disk, each with the reason why it is allowed.
+        """Return name on disk -> reason, for each tensor that the class does not have.
 
-        The reason is `UNKNOWN_TO_CLASS` for a tensor without a known reason.
+        The reason is `UNKNOWN_TO_CLASS` for a tensor that is not expected, see `ExtraTensor`. Empty without a config
+        or a known class.
         """
         if self.architecture is None or self.config is None:
             return {}
         extra_tensors = ExtraTensors(self.architecture, self.config, self.view.tensors).by_name
         return {
-            self.view.tensors[name].name: extra.reason if extra.is_safe_to_drop else UNKNOWN_TO_CLASS
+            self.view.tensors[name].name: extra.reason if extra.is_expected else UNKNOWN_TO_CLASS
             for name, extra in extra_tensors.items()
         }
 
@@ -140,30 +146,40 @@ def open_source(
     path: Path,
     *,
     config: Mapping[str, Any] | None = None,
+    config_checkpoint: Catalog | None = None,
     prefix: str | None = None,
     is_prefix_optional: bool = False,
     trust_remote_code: bool = False,
+    dequantize: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any format that ckptx reads; only headers are read.
 
     Args:
         path: Path of the checkpoint.
         config: Replaces the `config.json` of the checkpoint; None uses that file.
+        config_checkpoint: Checkpoint that `config` and its custom code come from; None for this one.
         prefix: Prefix of the model's names in a training checkpoint; None detects it.
         is_prefix_optional: True if the prefix may belong to the checkpoint that this one is compared with: then it
             applies only if this checkpoint has a model under it.
         trust_remote_code: See `build_model`.
+        dequantize: True to decode quantized weights to bfloat16 as they are read.
 
     Raises:
-        InputError: There is no checkpoint, or it is damaged or incomplete.
+        InputError: There is no checkpoint, it is damaged or incomplete, or no model has the prefix.
         UnsupportedError: ckptx does not read its format.
     """
     config_values = dict(config) if config is not None else None
     catalog = open_checkpoint(path)
-    if is_prefix_optional:
-        view = view_model_under(catalog, prefix, config=config_values, trust_remote_code=trust_remote_code)
-    else:
-        view = view_model(catalog, config=config_values, prefix=prefix, trust_remote_code=trust_remote_code)
+    if dequantize:
+        catalog = open_dequantized(catalog)
+    find_view = view_model_under if is_prefix_optional else view_model
+    view = find_view(
+        catalog,
+        prefix=prefix,
+        config=config_values,
+        trust_remote_code=trust_remote_code,
+        code_checkpoint=config_checkpoint,
+    )
     with catalog.source.open() as files:
         view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
         renamed = RenamedTensors.identity(view.tensors)
@@ -243,7 +259,7 @@ class RegionReader:
 
         Raises:
             InputError: The file ends early or is corrupt.
-            UnsupportedError: The dtypes differ, and are not both plain floats.
+            UnsupportedError: The dtypes differ, and one of them cannot be cast.
         """
         dtype = target_dtype(entry, target.dtype)
         entry = self._drop_partial_checksums(entry, region)
@@ -291,7 +307,7 @@ class RegionReader:
 
 
 def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
-    """Return the dtype of `target`, if the elements of `entry` can be read as it.
+    """Return the `DType` of the torch dtype `target`, if the elements of `entry` can be read as it.
 
     Raises:
         UnsupportedError: They cannot.
@@ -301,28 +317,27 @@ def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
     if dtype is None or (dtype is not entry.dtype and not (dtype.is_castable and entry.dtype.is_castable)):
         stored_dtype = entry.dtype.torch_name or entry.dtype.name
         raise UnsupportedError(
-            f'tensor "{entry.name}": is {stored_dtype} on disk, expected {name}; only plain floats can be cast, '
-            "convert "
-            "(dequantize) it first"
+            f'tensor "{entry.name}": is {stored_dtype} on disk, expected {name}; only floating-point '
+            "tensors can be cast, pass dequantize=True (--dequantize) to decode quantized weights"
         )
     return dtype
 
 
-def split_region(region: Region, numel: int) -> Iterator[Region]:
-    """Yield `region` in parts of at most `numel` elements, in row-major order, split along the first dims."""
-    if region.numel <= numel:
+def split_region(region: Region, max_numel: int) -> Iterator[Region]:
+    """Yield `region` in parts of at most `max_numel` elements, in row-major order; nothing for an empty region."""
+    if region.numel <= max_numel:
         if region.numel:
             yield region
         return
     dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
-    step = max(1, numel // prod(region.sizes[dim + 1 :]))
+    step = max(1, max_numel // prod(region.sizes[dim + 1 :]))
     for begin in range(0, region.sizes[dim], step):
         size = min(step, region.sizes[dim] - begin)
         part = Region(
             (*region.offsets[:dim], region.offsets[dim] + begin, *region.offsets[dim + 1 :]),
             (*region.sizes[:dim], size, *region.sizes[dim + 1 :]),
         )
-        yield from split_region(part, numel)
+        yield from split_region(part, max_numel)
 
 
 def _narrow_within(target: Tensor, region: Region, part: Region) -> Tensor:

@@ -53,16 +53,17 @@ def save(
 ) -> None:
     """Write a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
 
-    It appears at `path` in one step, when all of it is on disk; a run that fails leaves nothing.
+    It appears at `path` in one step, when all of it is on disk; a save that fails before that leaves `path` as it was.
 
     Args:
         model: The model, or the pipeline stages of this rank.
-        optimizer: Its optimizer; None saves the model alone.
+        optimizer: Its optimizer; None saves no optimizer state.
         path: Directory to write.
         **options: `layout`, `step`, `base`, `training_state`, `mesh`, `overwrite` and `on_published`; see
             `SaveRequest`.
 
     Raises:
+        InputError: `base` cannot be read.
         OutputError: `path` exists, or cannot be written.
         SpaceError: The disk is full.
         UnsupportedError: The shard of some optimizer state is unknown, or training state could not be read again.
@@ -87,38 +88,42 @@ def load_optimizer(
     """Fill an optimizer from a checkpoint of `save` on any mesh. Each rank reads its own shards independently.
 
     Args:
-        optimizer: Optimizer of this model, with the same parameter groups. It need not have taken a step.
+        optimizer: Optimizer of this model, with the same parameter groups. It need not have taken a step; state of a
+            parameter that has none in the checkpoint is removed.
         model: Model with any sharding; on a rank with several stages, all of them.
         path: The checkpoint.
         layout: See `SaveRequest`.
 
     Raises:
-        InputError: The checkpoint has no state for a parameter of the optimizer.
+        InputError: The checkpoint has no settings (`optim.param_groups`) for a parameter of the optimizer.
+        UnsupportedError: The checkpoint is not a DCP, or the shard of some optimizer state is unknown.
         UsageError: The optimizer belongs to another model.
     """
     model_state = ModelState.from_models([model] if isinstance(model, nn.Module) else model)
     loaded_states: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     with open_state(path) as stored:
-        keys: dict[str, list[str]] = {}
+        keys_by_parent: dict[str, list[str]] = {}
         for full_name in (*stored.tensors, *stored.objects):
             parent, _, key = full_name.rpartition(".")
-            keys.setdefault(parent, []).append(key)
+            keys_by_parent.setdefault(parent, []).append(key)
         for name, parameter, group in iter_optimizer_parameters(optimizer, model_state):
             group_prefix, state_prefix = f"{GROUPS_PREFIX}.{name}", f"{STATE_PREFIX}.{name}"
-            if group_prefix not in keys:
+            if group_prefix not in keys_by_parent:
                 raise InputError(
                     f'{path}: has no optimizer state for "{name}"; use a checkpoint that was saved with an optimizer'
                 )
-            settings = {key: _read_value(stored, f"{group_prefix}.{key}") for key in keys[group_prefix]}
+            settings = {key: _read_value(stored, f"{group_prefix}.{key}") for key in keys_by_parent[group_prefix]}
             state = {
                 key: _read_state(stored, f"{state_prefix}.{key}", parameter, group, model_state, layout)
-                for key in keys.get(state_prefix, ())
+                for key in keys_by_parent.get(state_prefix, ())
             }
             loaded_states.append((parameter, group, settings, state))
     for parameter, group, settings, state in loaded_states:
         group.update(settings)
         if state:
             optimizer.state[parameter] = state
+        else:
+            optimizer.state.pop(parameter, None)
 
 
 def _read_value(stored: StoredState, full_name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Extends torch's save planner to the true rectangles of a DTensor, and its writer to names that share bytes.
+"""Extends torch's save planner to the true regions of a DTensor, and its writer to names that share bytes.
 
-torch treats a DTensor as one rectangle at the place that its placements give. Fused groups ([q|k|v]) are several, and
+torch treats a DTensor as one region at the place that its placements give. Fused groups ([q|k|v]) are several, and
 if their widths differ, the placements do not show it: stock `dcp.save` would store rows in the wrong order. Here the
-rectangles come from `shards.find_local_shards`; the result is an ordinary DCP.
+regions come from `shards.find_local_shards`; the result is an ordinary DCP.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ckptx.runtime.torch_private import local_tensor
 
 
 class DTensorShards:
-    """The rectangles of a DTensor on this rank, for torch's planners."""
+    """The regions of a DTensor on this rank, for torch's planners."""
 
     def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
         self._size, self._local = tensor.shape, local_tensor(tensor).detach()
         self._shards = {shard.region.offsets: shard for shard in find_local_shards(name, tensor, local_regions)}
-        if not tensor.numel():  # no rectangle has an element, but the tensor must still be stored
+        if not tensor.numel():  # no region has an element, but the tensor must still be stored
             whole_region = full_region(tuple(tensor.shape))
             self._local = self._local.new_empty(tensor.shape)
             self._shards = {whole_region.offsets: LocalShard(whole_region, whole_region)}
@@ -55,7 +55,7 @@ class DTensorShards:
         return self._size
 
     def shard_at(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of the rectangle that begins at an offset."""
+        """Return the memory of the region that begins at the offset in `index`."""
         return narrow_to(self._local, self._shards[tuple(index.offset)].local)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -63,7 +63,7 @@ class DTensorShards:
         return [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in regions]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        """Return one item per rectangle; for a replicated one, torch keeps one rank's, the first or the least busy."""
+        """Return one item per region; for a replicated one, torch keeps one rank's, the first or the least busy."""
         return [
             WriteItem(
                 MetadataIndex(name, chunk.offsets),

@@ -33,7 +33,8 @@ class SaveRequest:
     Attributes:
         model: A plain model, one sharded by TP or FSDP2, or a pipeline stage; on a rank with several stages, all of
             them.
-        optimizer: The optimizer of this model, or of all these stages, made after sharding; None saves the model alone.
+        optimizer: The optimizer of this model, or of all these stages, made after sharding; None saves no optimizer
+            state.
         path: A directory that does not exist yet, or is empty, on a file system that all ranks share.
         layout: TP layout of the model; required if TP shards it. `TensorParallelLayout.merge` merges those of several
             stages.
@@ -42,10 +43,10 @@ class SaveRequest:
             the config of the model.
         training_state: All other state that resuming requires, by name: objects with a `state_dict`, or plain values
             (numbers, strings, tensors, in lists and dicts), identical on all ranks; state that differs is wrapped in
-            `PerRank`.
+            `PerRank`. None stores none.
         mesh: The mesh of the run; required for a `PerRank`.
         overwrite: True replaces a checkpoint at `path`, in one step.
-        on_published: Called on rank 0 after the checkpoint is published, in the thread that wrote it, e.g. to mark it
+        on_published: Called on rank 0 after the checkpoint is complete, in the thread that wrote it, e.g. to mark it
             as the latest.
     """
 

@@ -23,7 +23,7 @@ from ckptx.runtime.checkpointing.save_planner import DTensorShards
 from ckptx.runtime.checkpointing.save_request import SaveRequest
 from ckptx.runtime.checkpointing.training_state import ROOT_KEY, STEP_KEY, collect_training_state
 from ckptx.runtime.model.layers import canonical_name
-from ckptx.runtime.parallel.activation_checkpointing.wrap import original_configs
+from ckptx.runtime.parallel.activation_checkpointing.wrap import use_cache_restored
 from ckptx.runtime.parallel.distributed import all_gather_object, raise_on_all_ranks
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.storage.local import LocalSource
@@ -53,6 +53,9 @@ def take_snapshot(request: SaveRequest, *, copy_tensors: bool) -> Snapshot:
     Args:
         request: Model, optimizer and options of the save.
         copy_tensors: Copy every tensor, so that the run may change its own.
+
+    Raises:
+        InputError, UnsupportedError, UsageError: See `save`.
     """
     models = request.models
     with raise_on_all_ranks():
@@ -123,7 +126,7 @@ def _build_state_dict(
 def _read_sidecars(model: Any, base: Path | None) -> dict[str, bytes]:
     """Return the config, tokenizer and similar files of `base`; without one, the config of the model."""
     if base is None:
-        with original_configs(model):
+        with use_cache_restored(model):
             return {"config.json": model.config.to_json_string().encode()}
     source = LocalSource(base)
     return {
@@ -155,8 +158,8 @@ class ModelState(NamedTuple):
         values_by_id: dict[int, tuple[Any, list[str]]] = {}
         for full_name, value in (item for state in states for item in state.items()):
             values_by_id.setdefault(id(value), (value, []))[1].append(canonical_name(full_name))
-        by_id = {key: sorted(names, key=lambda name: name in tied) for key, (_, names) in values_by_id.items()}
-        return cls({by_id[key][0]: value for key, (value, _) in values_by_id.items()}, by_id)
+        names_by_id = {key: sorted(names, key=lambda name: name in tied) for key, (_, names) in values_by_id.items()}
+        return cls({names_by_id[key][0]: value for key, (value, _) in values_by_id.items()}, names_by_id)
 
     def parameter_names(self, parameter: Tensor) -> list[str]:
         """Return all names of a parameter.
@@ -184,10 +187,10 @@ def iter_optimizer_parameters(
 def local_regions_of(
     full_name: str, value: Any, parameter: Tensor, model_state: ModelState, layout: TensorParallelLayout | None
 ) -> Sequence[Region] | None:
-    """Return the rectangles that TP left of a tensor; None if its own layout is sufficient.
+    """Return the regions of a whole tensor that TP left on this rank; None if its own placements show them.
 
     Raises:
-        UnsupportedError: Optimizer state would be stored wrongly.
+        UnsupportedError: The shard of some optimizer state is unknown.
     """
     if isinstance(value, dict):
         raise UnsupportedError(f"{full_name}: nested optimizer state is not supported; train with another optimizer")
@@ -195,8 +198,7 @@ def local_regions_of(
         if isinstance(value, Tensor) and value.dim() and isinstance(parameter, DTensor):
             raise UnsupportedError(
                 f"{full_name}: is a plain tensor of shape {list(value.shape)}, expected a DTensor like its parameter, "
-                "as "
-                "only one rank's values would be saved; train with another optimizer"
+                "as only one rank's values would be saved; train with another optimizer"
             )
         return None
     candidates = map(layout.local_regions, model_state.parameter_names(parameter)) if layout is not None else ()
@@ -206,7 +208,6 @@ def local_regions_of(
     if len(regions) > 1:
         raise UnsupportedError(
             f"{full_name}: has shape {list(value.shape)}, its parameter {list(parameter.shape)} in fused groups, so "
-            "the "
-            "shard of this rank is unknown; train without tensor parallel"
+            "the shard of this rank is unknown; train without tensor parallelism"
         )
     return None

@@ -1,8 +1,8 @@
-"""Reads the state in a DCP besides the model without executing anything: tensors by region, and plain values.
+"""Reads the state in a DCP other than the model, without executing anything: tensors by region, and plain values.
 
-A plain value is None, a boolean, number, string or tensor, or a list, tuple or dict of plain values. A DCP stores each
-as an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which runs no code; torch's own
-reader unpickles `.metadata` unchecked.
+A plain value is None, a boolean, number, string, dtype or tensor, or a list, tuple or dict of plain values. A DCP
+stores each as an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which runs no code;
+torch's own reader unpickles `.metadata` unchecked.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _INTEGER_LIMIT = 1 << 63  # limit of the unpickler
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """An open checkpoint, by the names on disk.
+    """The tensors and other values of an open checkpoint.
 
     Attributes:
         root: Directory of the checkpoint.
-        tensors: All tensors.
-        objects: All other values.
+        tensors: Entries of all tensors, by name on disk.
+        objects: Entries of all other values, by name on disk.
     """
 
     root: Location
@@ -58,7 +58,7 @@ class StoredState:
 
         Args:
             name: Name of the entry, which has the shape of `tensor`.
-            tensor: A DTensor, or a plain whole tensor.
+            tensor: A DTensor, or a plain tensor that is whole or made of `local_regions`.
             local_regions: See `shards.find_local_shards`.
 
         Raises:
@@ -74,7 +74,7 @@ class StoredState:
         """Return a plain value; its tensors are on the CPU.
 
         Raises:
-            InputError: The archive is damaged, or not a plain value; nothing in it was executed.
+            InputError: The archive is damaged, not a plain value, or nested too deeply; nothing in it was executed.
             UnsupportedError: It contains a kind of tensor that ckptx does not read.
         """
         entry = self.objects[name]
@@ -137,7 +137,12 @@ class _PlainValueConverter:
 
     def _read_tensor(self, node: TensorRef | UnsupportedObject) -> Tensor:
         location = locate_tensor(node, self._archive.records, self._subject)
-        if location.strides is not None or location.dtype.torch_name is None or location.dtype.pack > 1:
+        if location.dtype.torch_name is None or location.dtype.pack > 1:
+            raise UnsupportedError(
+                f"{self._subject}: contains a tensor of dtype {location.dtype}, which is not supported in training "
+                "state; save it with another dtype"
+            )
+        if location.strides is not None:
             raise UnsupportedError(
                 f"{self._subject}: contains a tensor that is not row-major; save it with .contiguous()"
             )
@@ -166,7 +171,7 @@ def to_plain(value: Any, subject: str) -> Any:
         subject: Subject of error messages.
 
     Raises:
-        UnsupportedError: Something in it could not be read again.
+        UnsupportedError: It contains a value that could not be read again.
     """
     if value is None or isinstance(value, (bool, torch.dtype)):
         return value
@@ -185,9 +190,8 @@ def to_plain(value: Any, subject: str) -> Any:
         f"the number {value}, which exceeds 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     )
     raise UnsupportedError(
-        f"{subject}: is {description}, expected None, a boolean, number, string or plain tensor, or lists and dicts of "
-        "them; "
-        "pass an object whose state_dict has only those"
+        f"{subject}: is {description}, expected None, a boolean, number, string or plain tensor, or lists and dicts "
+        "of them; pass an object whose state_dict has only those"
     )
 
 
@@ -200,7 +204,10 @@ def _check_key(key: Any, subject: str) -> Any:
 
 
 def compute_digest(value: Any) -> str:
-    """Return a digest of a plain value: equal for equal types, numbers and tensor bytes, in any order of dict keys."""
+    """Return a digest of a plain value: equal for equal types, numbers and tensor bytes, in any order of dict keys.
+
+    Its tensors are on the CPU.
+    """
     if isinstance(value, Tensor):
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         content = f"{value.dtype} {tuple(value.shape)} {blake2b(data, digest_size=16).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The training state besides model and optimizer: scheduler, random numbers, position in the data, counters.
+"""The training state other than model and optimizer: scheduler, random numbers, position in the data, counters.
 
     training_state.<name>               identical on all ranks: stored once
     training_state.<name>.rank_<rank>   `PerRank`: one value per rank, with its mesh: {"mesh": {...}, "value": ...}
@@ -46,11 +46,11 @@ def collect_training_state(training_state: Mapping[str, Any], mesh: DeviceMesh |
     """Return the state that this rank stores under `ROOT_KEY`, for `SavePlanner`; every rank calls it.
 
     Args:
-        training_state: State by name; see `save`.
+        training_state: State by name; see `SaveRequest`.
         mesh: Mesh of the run; required for a `PerRank`.
 
     Raises:
-        UnsupportedError: Something in it could not be read again.
+        UnsupportedError: A state contains a value that could not be read again.
         UsageError: A name is invalid, the mesh is missing, ranks have different names, or a value that is not a
             `PerRank` differs between ranks.
     """
@@ -91,16 +91,18 @@ def load_training_state(
         path: The checkpoint.
         state: Objects with `load_state_dict` to fill, by name, in this order. Everything is read before the first is
             filled. None only returns the state.
-        mesh: Mesh of this run; required for state that was saved as `PerRank`.
+        mesh: Mesh of this run; required for state in `state` that was saved as `PerRank`.
 
     Returns:
-        Plain values and states by name, as they were saved, and "step": None if no step was saved.
+        Plain values and states by name, as they were saved, and the saved step under "step", None if no step was saved;
+        a state that is named "step" replaces it. A `PerRank` value that is not in `state` is left out if `mesh` is
+        None, or if it was saved with another number of data ranks or stages.
 
     Raises:
         InputError: A name of `state` is not in the checkpoint, or the checkpoint is damaged.
-        UnsupportedError: A `PerRank` value was saved with another number of data ranks or stages, and its name is in
-            `state`; otherwise it is left out.
-        UsageError: The mesh is missing.
+        UnsupportedError: The checkpoint is not a DCP, or a `PerRank` value in `state` was saved with another number of
+            data ranks or stages.
+        UsageError: `state` has a `PerRank` value, and the mesh is missing or has unknown dims.
     """
     targets = {name: each.value if isinstance(each, PerRank) else each for name, each in (state or {}).items()}
     with open_state(path) as stored:
@@ -193,7 +195,10 @@ def _get_state(value: Any) -> Any:
 
 
 def _restore_types(target: Any, state: Any) -> Any:
-    """Return a state whose dicts are counters or ordered if the target's are: MultiStepLR counts its milestones."""
+    """Return a state whose values are a Counter or OrderedDict where those of the target are.
+
+    A checkpoint stores both as dicts. MultiStepLR requires a Counter of its milestones.
+    """
     own_state = _get_state(target)
     if not isinstance(own_state, Mapping) or not isinstance(state, dict):
         return state

@@ -15,10 +15,10 @@ from ckptx.runtime.torch_private import TorchDispatchMode, hide_dtensor_shape_in
 
 
 class MeasuredMemory(NamedTuple):
-    """Bytes of tensors on one rank.
+    """Bytes of tensors on one rank, on the device of its models.
 
     Attributes:
-        peak: Peak during the step.
+        peak: Largest number of bytes at any time during the step, including those from before it.
         between_steps: Bytes after the step.
         before_step: Bytes before the step.
     """
@@ -29,11 +29,12 @@ class MeasuredMemory(NamedTuple):
 
 
 def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
-    """Run a step and measure its memory, by the CUDA allocator or by every storage on a CPU.
+    """Run a step and measure its memory: with the statistics of the CUDA allocator, or on a CPU storage by storage.
 
     Args:
-        step: Step to run; an equal one has run before.
-        models: Models that the step runs.
+        step: Runs one step. If an equal step ran before, the optimizer state and the caches that it created count as
+            memory from before this step.
+        models: Models that the step runs, so that storages which FSDP2 resizes are measured; unused on CUDA.
         device: Device of the models.
     """
     gc.collect()
@@ -59,7 +60,7 @@ def _peak_bytes(ledger: StorageLedger) -> int:
 
 
 class _LedgerMode(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
-    """Records every operation in a ledger."""
+    """Records every operation on plain tensors in a ledger."""
 
     def __init__(self, ledger: StorageLedger) -> None:
         super().__init__()

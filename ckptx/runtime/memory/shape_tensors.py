@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from ckptx.runtime.torch_private import (
     get_overload_packet,
     get_schema,
     hide_dtensor_shape_inference,
-    in_kernel_invocation_manager,
+    make_fake_tensor,
+    storage_key,
     tree_leaves,
     unset_fake_temporarily,
 )
@@ -31,14 +33,18 @@ from ckptx.runtime.torch_private import (
 OperationCallback = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 _PLAIN_TENSOR_TYPES = (Tensor, FakeTensor, torch.nn.Parameter)
+_REAL_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _MAX_REAL_NUMEL = 2**22  # elements of a real tensor: ids and masks of a microbatch, and results of these
 _MAX_CREATED_NUMEL = 64  # floating-point elements of a real tensor without inputs: counters of an optimizer
 _META = torch.device("meta")
 
 
-def _overloads(*names: str) -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in names]
+def _overloads_of_packets(*packets: Any) -> frozenset[Any]:
     return frozenset(getattr(packet, each) for packet in packets for each in packet.overloads())
+
+
+def _aten_overloads(*names: str) -> frozenset[Any]:
+    return _overloads_of_packets(*(getattr(torch.ops.aten, name) for name in names))
 
 
 _CPU = torch.device("cpu")
@@ -49,12 +55,15 @@ _INDEXING_OPS = (
     torch.ops.aten.index_put_,
     torch.ops.aten._unsafe_index,
 )
-# Views of one tensor: the kernel gives their shape, without the slower path through fake tensors.
-_VIEW_OPS = _overloads(
+_ARGUMENT_RETURNING_OPS = _overloads_of_packets(torch.ops._c10d_functional.wait_tensor)
+# Views of one tensor: their kernels are the same for all devices and only compute a shape.
+_VIEW_OPS = _aten_overloads(
     "view", "_unsafe_view", "detach", "alias", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice",
     "select", "as_strided",
 )  # fmt: skip
-_IN_PLACE_OPS = _overloads("mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_")
+_IN_PLACE_OPS = _aten_overloads(
+    "mul_", "add_", "sub_", "div_", "addcmul_", "addcdiv_", "lerp_", "zero_", "fill_", "copy_"
+)
 _PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 # Kernels that call `contiguous()` first, on a CPU and on CUDA.
 _CONTIGUOUS_INPUT_OPS = (
@@ -64,11 +73,28 @@ _CONTIGUOUS_INPUT_OPS = (
 
 
 class _TensorLayout(NamedTuple):
-    """Shape, strides and dtype of a floating-point tensor."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+class _ResultLayout(NamedTuple):
+    """Layout of the result of an operation.
+
+    Attributes:
+        tensors: Layouts of its tensors.
+        container: Type of a result that is a list or tuple of tensors; None for a single tensor.
+    """
+
+    tensors: tuple[_TensorLayout, ...]
+    container: type | None
+
+
+# Facts about operations that depend on the layouts of their arguments alone, so that all modes of a process share them.
+_layouts_of_results: dict[Hashable, _ResultLayout] = {}
+_operations_with_small_results: set[Hashable] = set()  # on real tensors
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
@@ -85,9 +111,9 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake.cache_enabled = False  # this mode caches results itself, at less cost
+        self._template = FakeTensor(self._fake, torch.empty(0, device=_META), _CPU)
         self._on_operation = on_operation
-        # Layouts of results, by operation and layouts of arguments.
-        self._cached_layouts: dict[Hashable, _TensorLayout] = {}
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
@@ -126,22 +152,30 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
         return copy
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func in _VIEW_OPS and type(args[0]) is FakeTensor:
-            with in_kernel_invocation_manager(self._fake):
-                result = func(*args, **kwargs)
-            return FakeTensor(self._fake, result, args[0].fake_device)
+        if func in _VIEW_OPS and type(args[0]) is FakeTensor and args[0].fake_device == _CPU:
+            with disable_dispatch():
+                view = func(*args, **kwargs)
+            return make_fake_tensor(view, self._template)
         if func in _IN_PLACE_OPS and type(args[0]) is FakeTensor:
             return args[0]
         key = _cache_key(func, args, kwargs)
-        layout = None if key is None else self._cached_layouts.get(key)
+        layout = None if key is None else _layouts_of_results.get(key)
         if layout is not None:
-            with disable_dispatch():
-                meta_tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=_META)
-            return FakeTensor(self._fake, meta_tensor, _CPU)
+            return self._create_result(layout)
         result = self._compute_uncached(func, args, kwargs)
-        if key is not None and _is_described_by_layout(result):
-            self._cached_layouts[key] = _TensorLayout(result.shape, result.stride(), result.dtype)
+        if key is not None:
+            _store_result_layout(key, result)
         return result
+
+    def _create_result(self, layout: _ResultLayout) -> Any:
+        if layout.container is None:
+            return self._create(layout.tensors[0])
+        return layout.container(map(self._create, layout.tensors))
+
+    def _create(self, layout: _TensorLayout) -> FakeTensor:
+        with disable_dispatch():
+            meta_tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=_META)
+        return make_fake_tensor(meta_tensor, self._template)
 
     def _compute_uncached(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = list(iter_tensors(args, kwargs))
@@ -174,38 +208,124 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
 
     def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], max_numel: int) -> Any:
         """Compute on real tensors, unless the result on fake tensors is large; then return that."""
-        if not get_schema(func).is_mutable and not _is_view(func):
-            try:
-                fake_result = func(*args, **kwargs)
-            except Exception:  # it depends on values, which are real
-                fake_result = None
-            if any(_is_large(each, max_numel) for each in iter_tensors((fake_result,), {})):
-                return fake_result
+        if _returns_tensors(func) and not get_schema(func).is_mutable and not _is_view(func):
+            key = _key_of_real_operation(func, args, kwargs)
+            layout = None if key is None else _layouts_of_results.get(key)
+            if layout is not None:
+                return self._create_result(layout)
+            if key not in _operations_with_small_results:
+                try:
+                    fake_result = func(*args, **kwargs)
+                except Exception:  # it depends on values, which are real
+                    fake_result = None
+                if any(_is_large(each, max_numel) for each in iter_tensors((fake_result,), {})):
+                    if key is not None:
+                        _store_result_layout(key, fake_result)
+                    return fake_result
+                if key is not None:
+                    _operations_with_small_results.add(key)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
+# torch wraps the method to keep dynamo out of it, which takes longer than most operations. Nothing is compiled here.
+ShapeTensors.__torch_dispatch__ = getattr(  # type: ignore[method-assign]
+    ShapeTensors.__torch_dispatch__, "__wrapped__", ShapeTensors.__torch_dispatch__
+)
+
+
 def _cache_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Return a key that determines the layout of a result; None if it depends on values or is no new tensor."""
+    """Return a key that determines the layout of a result.
+
+    Returns:
+        None if the layout may depend on values, if the result may be an argument or a view of one, if no argument is a
+        fake tensor, or if one is neither a tensor nor a plain value.
+    """
     parts: list[Hashable] = [func]
-    has_tensor = False
+    has_fake = has_real = False
     for each in (*args, *kwargs.items()) if kwargs else args:
         if type(each) is FakeTensor:
-            has_tensor = True
+            has_fake = True
             parts.append((each.shape, each.stride(), each.dtype))
         elif isinstance(each, _PLAIN_TYPES):
             parts.append((type(each), each))
-        elif isinstance(each, (list, tuple)) and all(isinstance(item, _PLAIN_TYPES) for item in each):
-            parts.append(tuple(each))
+        elif _is_real(each):
+            has_real = True
+            parts.append(("real", each.shape, each.stride(), each.dtype))
+        elif isinstance(each, (list, tuple)):
+            if all(isinstance(item, _PLAIN_TYPES) for item in each):
+                parts.append(tuple(each))
+                continue
+            fakes = [type(item) is FakeTensor for item in each]
+            if not all(is_fake or _is_real(item) for item, is_fake in zip(each, fakes, strict=True)):
+                return None
+            has_fake, has_real = has_fake or any(fakes), has_real or not all(fakes)
+            layouts = ((item.shape, item.stride(), item.dtype) for item in each)
+            parts.append(tuple(zip(fakes, layouts, strict=True)))
         else:
             return None
-    if not has_tensor or get_schema(func).is_mutable or func.namespace != "aten" or _is_view(func):
+    if not has_fake or not _makes_new_tensors(func):
         return None
+    if has_real and get_overload_packet(func) in _INDEXING_OPS:
+        return None  # the values of a mask give the size
     return tuple(parts)
 
 
+def _is_real(value: Any) -> bool:
+    return type(value) in _REAL_TENSOR_TYPES and value.device == _CPU
+
+
+@cache
+def _returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(each.type) for each in get_schema(func).returns)
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Return True if every result of an operation is a new tensor whose layout follows from those of its arguments."""
+    if func.namespace not in ("aten", "_c10d_functional") or func in _ARGUMENT_RETURNING_OPS:
+        return False
+    return not get_schema(func).is_mutable and not _is_view(func)
+
+
+def _key_of_real_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """Return a key that determines the size of the result of an operation on real tensors.
+
+    Returns:
+        None if an argument is neither a tensor nor a plain value.
+    """
+    parts: list[Hashable] = [func]
+    for each in (*args, *kwargs.items()) if kwargs else args:
+        if type(each) in _REAL_TENSOR_TYPES:
+            parts.append((each.shape, each.stride(), each.dtype, each.device, each.layout))
+        elif isinstance(each, _PLAIN_TYPES):
+            parts.append((type(each), each if each == each else "nan"))  # NaN would never be found again
+        elif isinstance(each, (list, tuple)) and all(isinstance(item, _PLAIN_TYPES) for item in each):
+            parts.append(tuple((type(item), item) for item in each))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _store_result_layout(key: Hashable, result: Any) -> None:
+    layout = _find_result_layout(result)
+    if layout is not None:
+        _layouts_of_results[key] = layout
+
+
+def _find_result_layout(result: Any) -> _ResultLayout | None:
+    """Return the layout of a result; None if it does not describe the result fully."""
+    tensors: Sequence[Any] = result if type(result) in (list, tuple) else (result,)
+    if not all(map(_is_described_by_layout, tensors)):
+        return None
+    if len({storage_key(each.untyped_storage()) for each in tensors}) != len(tensors):
+        return None
+    layouts = tuple(_TensorLayout(each.shape, each.stride(), each.dtype) for each in tensors)
+    return _ResultLayout(layouts, type(result) if type(result) in (list, tuple) else None)
+
+
 def _is_described_by_layout(result: Any) -> bool:
-    """Return True if a `_TensorLayout` describes a tensor fully: fake, strided, and at the start of its storage."""
+    """Return True if a `_TensorLayout` describes a tensor fully: fake, strided, and with all of its storage."""
     return (
         type(result) is FakeTensor
         and result.fake_device == _CPU
@@ -213,7 +333,16 @@ def _is_described_by_layout(result: Any) -> bool:
         and result.constant is None
         and result.storage_offset() == 0
         and not result.is_conj()
+        and result.untyped_storage().nbytes() == _count_bytes(result)
     )
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the smallest storage that holds a tensor at its start."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())
 
 
 def iter_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -257,6 +386,7 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
+@cache
 def _is_view(func: Any) -> bool:
     aliases = [each.alias_info for each in get_schema(func).returns]
     return any(each is not None and not bool(each.is_write) for each in aliases)

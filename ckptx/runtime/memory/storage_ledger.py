@@ -1,4 +1,4 @@
-"""Records every storage of a training step: its operation, its module, and when it was made and freed.
+"""Records every storage of a training step: its operation, its module, and when it was allocated and freed.
 
 The kind of a storage (an activation, a gathered parameter) is often known only later: one that outlives a forward pass
 is an activation, one that is freed in it was temporary. So lifetimes are recorded here, and `timeline` classifies them
@@ -35,6 +35,7 @@ ACTIVATIONS, PIPELINE_P2P, TEMPORARIES = "activations", "pipeline_p2p", "tempora
 KINDS = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, PIPELINE_P2P, TEMPORARIES)
 
 BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
+LOSS = "loss"  # in place of the name of a module, while the loss is computed
 _META = torch.device("meta")
 
 
@@ -42,10 +43,13 @@ class StepPhase(NamedTuple):
     """A part of a step.
 
     Attributes:
-        name: forward, backward, or the name that `StorageLedger.phase` got (clipping, optimizer).
-        pass_index: Index of the forward or backward pass in the step, from 0.
-        is_recompute: True if something is recomputed in a backward pass.
-        module: Name of the module that is running; "" for none.
+        name: build (before the first forward pass), forward, backward, or the name that `StorageLedger.phase` got
+            (clipping, optimizer).
+        pass_index: Index of the forward or backward pass in the step, from 0; in other phases, that of the last forward
+            pass.
+        is_recompute: True if a forward pass is repeated within a backward pass.
+        module: Name of the module whose forward is running, or in a backward pass the one whose forward created the
+            autograd node that is running; "loss" for the loss, "" for the whole model, or if it is unknown.
     """
 
     name: str
@@ -60,12 +64,14 @@ class StorageLifetime:
 
     Attributes:
         nbytes: Size in bytes.
-        operation: torch's name of the operation that made it.
+        operation: torch's name of the operation that allocated it; "before" for one that existed before the recording.
         shape: Shape of the first tensor on it.
         dtype: Dtype of that tensor.
-        alloc_phase: Phase in which it was made.
+        alloc_phase: Phase in which it was allocated, or first recorded if it existed before.
         free_phase: Phase in which it was freed; None while it is alive.
-        label: Kind of the storage, if it is certain; else None.
+        label: One of `KINDS` if the kind of the storage is certain; else None.
+        parameter: Name of the parameter or buffer that it holds, or whose optimizer state it holds; "" for none, or if
+            it is unknown.
     """
 
     nbytes: int
@@ -75,6 +81,7 @@ class StorageLifetime:
     alloc_phase: StepPhase
     free_phase: StepPhase | None = None
     label: str | None = None
+    parameter: str = ""
 
 
 class StorageEvent(NamedTuple):
@@ -85,7 +92,7 @@ class StorageEvent(NamedTuple):
 
 
 class StorageLedger:
-    """Records the storages of the operations that `ShapeTensors` runs.
+    """Records the storages that operations allocate, on fake tensors or on real ones.
 
         ledger = StorageLedger()
         with ShapeTensors(ledger.record_operation), ledger.watch([model]):
@@ -103,7 +110,8 @@ class StorageLedger:
         self._module_names: dict[int, str] = {}  # names of modules, by id
         self._parameter_shapes: dict[str, set[tuple[int, ...]]] = {}  # shapes of parameters, by module
         self._module_stack: list[str] = []
-        self._node_numbers: list[int] = []  # first autograd node of each call, parallel to `_node_modules`
+        # The module that creates the autograd nodes from a number on, up to the next number in the list.
+        self._node_numbers: list[int] = []
         self._node_modules: list[str] = []
         self._phase_name = BUILD
         self._pass_indices = {FORWARD: -1, BACKWARD: -1}
@@ -159,7 +167,7 @@ class StorageLedger:
                 handle.remove()
 
     def reset_passes(self) -> None:
-        """Count passes from 0 again."""
+        """Count forward and backward passes from 0 again, as at the beginning of a step."""
         self._pass_indices = {FORWARD: -1, BACKWARD: -1}
 
     @contextmanager
@@ -170,6 +178,17 @@ class StorageLedger:
             yield
         finally:
             self._phase_name = previous
+
+    @contextmanager
+    def loss(self) -> Iterator[None]:
+        """Attribute the operations of the block, and their backward passes, to the loss."""
+        self._module_stack.append(LOSS)
+        self._record_module()
+        try:
+            yield
+        finally:
+            self._module_stack.pop()
+            self._record_module()
 
     def _record_module(self) -> None:
         self._node_numbers.append(next_node_number())
@@ -198,7 +217,14 @@ class StorageLedger:
     # --------------------------------------------------------------------------------------------------------- storages
 
     def record_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Record an operation and its result."""
+        """Record the storages that an operation allocated, and label those of FSDP2.
+
+        Args:
+            func: Overload that `__torch_dispatch__` received.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            out: Its result.
+        """
         for tensor in (out,) if isinstance(out, Tensor) else iter_tensors((out,), {}):
             if tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or tensor.device != _META):
                 storage = tensor.untyped_storage()
@@ -208,22 +234,23 @@ class StorageLedger:
             self._record_fsdp(func, args, kwargs)
 
     def add_existing(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors that existed before."""
+        """Record the storages of tensors that existed before; those already recorded are skipped."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._lifetimes:
                 self._add(storage, tensor, "before")
 
-    def label(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Set the label of tensors that are alive."""
+    def label(self, tensors: Iterable[Tensor], label: str, parameter: str = "") -> None:
+        """Set the label of the storages of tensors, and their parameter; those that are not recorded are skipped."""
         for tensor in tensors:
             local = local_tensor(tensor)
             entry = self._lifetimes.get(storage_key(local.untyped_storage()))
             if entry is not None:
                 entry[0].label = label
+                entry[0].parameter = parameter or entry[0].parameter
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Treat tensors that are alive as if they did not exist: from their allocation on they take no bytes."""
+        """Set the sizes of the storages of tensors to 0, so that they take no bytes from their allocation on."""
         for tensor in tensors:
             local = local_tensor(tensor)
             entry = self._lifetimes.get(storage_key(local.untyped_storage()))
@@ -233,7 +260,7 @@ class StorageLedger:
 
     @contextmanager
     def label_all(self, label: str) -> Iterator[None]:
-        """Label all storages that are made within the block."""
+        """Label all storages that are allocated within the block."""
         previous, self._forced_label = self._forced_label, label
         try:
             yield
@@ -248,9 +275,9 @@ class StorageLedger:
         elif name == "fsdp::chunk_cat":
             self.label(iter_tensors(args, {}), GRADIENTS)
 
-    def _add(self, storage: Any, tensor: Tensor, op: str) -> None:
+    def _add(self, storage: Any, tensor: Tensor, operation: str) -> None:
         phase, shape, key = self.current_phase(), tuple(tensor.shape), storage_key(storage)
-        lifetime = StorageLifetime(storage.nbytes(), op, shape, tensor.dtype, phase, label=self._forced_label)
+        lifetime = StorageLifetime(storage.nbytes(), operation, shape, tensor.dtype, phase, label=self._forced_label)
         if phase.name == BACKWARD and not phase.is_recompute and self._has_parameter_shape(phase.module, shape):
             lifetime.label = GRADIENTS
         self._lifetimes[key] = lifetime, weakref.ref(storage, lambda _: self._record_free(self._lifetimes.pop(key)[0]))
@@ -267,7 +294,13 @@ class StorageLedger:
         old, reference = entry
         self._record_free(old)
         lifetime = StorageLifetime(
-            storage.nbytes(), old.operation, old.shape, old.dtype, self.current_phase(), label=old.label
+            storage.nbytes(),
+            old.operation,
+            old.shape,
+            old.dtype,
+            self.current_phase(),
+            label=old.label,
+            parameter=old.parameter,
         )
         self._lifetimes[storage_key(storage)] = lifetime, reference
         self._record_alloc(lifetime)

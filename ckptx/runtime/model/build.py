@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.introspection.meta_model import find_class
@@ -25,6 +25,7 @@ from ckptx.architecture.lookup import find_architecture
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
+from ckptx.mapping.config_edits import dequantization_edits
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.torch_private import apply_to_tensors
 
@@ -42,6 +43,7 @@ def build_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     untied: Collection[str] = (),
+    dequantize: bool = False,
     edit_config: Callable[[Any], None] | None = None,
 ) -> nn.Module:
     """Return the model of a `config.json`, on the meta device; names that its config ties are one parameter.
@@ -55,6 +57,7 @@ def build_model(
         attn_implementation: "eager" or "sdpa"; a class or tower without sdpa gets eager.
         untied: Names that the config ties but that get parameters of their own, for a checkpoint that stores different
             values for them (see `OpenCheckpoint.find_untied_names`).
+        dequantize: Build the model with floating-point weights even if the config declares a quantization.
         edit_config: Changes the config, in place, before the model is built.
 
     Raises:
@@ -62,7 +65,7 @@ def build_model(
         UnsupportedError: The class is unknown, or cannot be built, or the checkpoint is quantized.
         EnvironmentProblem: A package that the class requires is missing.
     """
-    name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code)
+    name, cls, config = read_config(config_dir, trust_remote_code=trust_remote_code, dequantize=dequantize)
     with translate_build_errors(name, config_dir):
         if edit_config is not None:
             edit_config(config)
@@ -76,12 +79,15 @@ def build_model(
     return model
 
 
-def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[str, type[PreTrainedModel], Any]:
+def read_config(
+    config_dir: Path, *, trust_remote_code: bool = False, dequantize: bool = False
+) -> tuple[str, type[PreTrainedModel], Any]:
     """Return the class name in a `config.json`, the class, and its config object.
 
     Args:
         config_dir: See `build_model`.
         trust_remote_code: See `build_model`.
+        dequantize: See `build_model`.
 
     Raises:
         InputError, UnsupportedError, EnvironmentProblem: See `build_model`.
@@ -91,26 +97,40 @@ def read_config(config_dir: Path, *, trust_remote_code: bool = False) -> tuple[s
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InputError(f'{path}: "architectures" names no class; add one, e.g. ["LlamaForCausalLM"]')
-    if values.get("quantization_config"):
-        raise UnsupportedError(f"{path}: quantized checkpoints cannot be run; dequantize it first")
+    is_quantized = bool(dequantization_edits(values))
+    if is_quantized and not dequantize:
+        raise UnsupportedError(
+            f"{path}: declares a quantization, and quantized weights cannot be run; pass --dequantize "
+            "(dequantize=True) to decode the weights as they are read, or convert the checkpoint with --dequantize"
+        )
     architecture = find_architecture(values)
     if architecture is not None:
         architecture.stacks(values)  # refuses an impossible number of layers before they are built
     with translate_build_errors(names[0], config_dir):
-        return names[0], *_find_class_and_config(names[0], values, config_dir, trust_remote_code)
+        cls, config = _find_class_and_config(names[0], values, config_dir, trust_remote_code)
+    if is_quantized:
+        _remove_quantization(config)
+    return names[0], cls, config
+
+
+def _remove_quantization(config: Any) -> None:
+    """Remove the quantization from a config object and its sub-configs, in place."""
+    for each in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
 
 
 @contextlib.contextmanager
 def translate_build_errors(name: str, config_dir: Path) -> Iterator[None]:
-    """Translate errors of transformers within the block.
+    """Translate every error within the block, which calls transformers.
 
     Args:
         name: Name of the class.
         config_dir: Directory of its config.json.
 
     Raises:
-        UnsupportedError: transformers raised anything else.
         EnvironmentProblem: A package that the class requires is missing.
+        UnsupportedError: The block raised any other exception.
     """
     try:
         yield
@@ -154,7 +174,14 @@ def _find_class_and_config(
 def build_on_meta(
     cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
-    """Return a model without storage, in evaluation mode, with the attention of `build_model`."""
+    """Return a model without storage, in evaluation mode.
+
+    Args:
+        cls: Class of the model.
+        config: Config of the model.
+        dtype: Dtype of the parameters.
+        attn_implementation: See `build_model`.
+    """
     # sdpa is the default of transformers. A tower without sdpa falls back to eager only if sdpa is not requested.
     attention = None if attn_implementation == "sdpa" else attn_implementation
     with torch.device("meta"), initialization.meta_device_safe_creation_ops():
@@ -169,7 +196,7 @@ def _config_dtype(config: Any) -> torch.dtype | None:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Convert to float32 the parameters that `from_pretrained` keeps in it, as in transformers' `_get_dtype_plan`."""
+    """Convert to float32 what `from_pretrained` keeps in float32, as in transformers' `_get_dtype_plan`, in place."""
     patterns = (
         set(model._keep_in_fp32_modules_strict or ()) if model.dtype in (torch.float16, torch.bfloat16) else set()
     )
@@ -199,8 +226,8 @@ def _untie(model: PreTrainedModel, names: Collection[str]) -> None:
 def materialize(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Give storage to everything on the meta device, and compute the buffers that checkpoints do not contain.
 
-    A DTensor gets storage for its local shard only. Tied names stay tied, as do modules that FSDP manages. Parameters
-    have arbitrary values: `load` fills them, and refuses to leave one out.
+    A DTensor gets storage for its local shard only. Tied names stay tied, and FSDP still manages the modules that it
+    sharded. Parameters have arbitrary values: `load` fills them, and refuses to leave one out.
 
     Args:
         model: Model from `build_model`; sharded by TP, wrapped, sharded by FSDP, or none of these.
@@ -242,13 +269,13 @@ def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for each parameter that several modules share, every module and the attribute that holds it."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Return, for each parameter that has several names, the module and the attribute of each name."""
+    owners_by_id: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, leaf))
-    return [each for each in places.values() if len(each) > 1]
+                owners_by_id.setdefault(id(parameter), []).append((module, leaf))
+    return [each for each in owners_by_id.values() if len(each) > 1]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -261,7 +288,11 @@ def _is_uncomputed(buffer: Tensor) -> bool:
 
 
 def _compute_buffers(model: nn.Module) -> list[str]:
-    """Let each class compute the buffers of its modules; return the non-persistent ones that remain uncomputed."""
+    """Let each class compute the buffers of its modules.
+
+    Returns:
+        Names of the non-persistent buffers that no class computed.
+    """
     for parameter in model.parameters():
         setattr(parameter, _INITIALIZED_MARK, True)
     guard = getattr(initialization, "guard_torch_init_functions", contextlib.nullcontext)
@@ -289,7 +320,10 @@ def _compute_buffers(model: nn.Module) -> list[str]:
 
 
 def _modules_with_owners(model: nn.Module) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
-    """Yield every module with the innermost model around it, as a tower initializes its own modules."""
+    """Yield (innermost model around a module, name of the module, module): a tower initializes its own modules.
+
+    Modules outside of all transformers models are left out.
+    """
     owners: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -306,7 +340,7 @@ def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
     instance has in the same shape can be filled.
 
     Raises:
-        UnsupportedError: A buffer does not exist there, or the constructor does not compute it either.
+        UnsupportedError: The second instance lacks a buffer, or has it in another shape or without values.
     """
     root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     constructed_buffers: dict[str, Tensor] = {}
@@ -321,7 +355,8 @@ def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
         value = constructed_buffers.get(canonical_name(name))
         if value is None or value.is_meta or value.shape != buffer.shape:
             raise UnsupportedError(
-                f"{type(root).__name__}: neither _init_weights nor the constructor computes its buffer {name}"
+                f"{type(root).__name__}: neither _init_weights nor the constructor computes its buffer {name}; compute "
+                "it in _init_weights of the class"
             )
         buffer.copy_(value)
 

@@ -1,4 +1,4 @@
-"""Finds the layers of a model, each separately, never the list that contains them.
+"""Finds the layers of a model: the modules in its layer lists, never a list itself.
 
 Code that wraps, shards or compiles per layer uses this. A list mistaken for a layer has no attention and no MLP, so
 nothing would be wrapped, unnoticed until memory runs out.
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckptx.architecture.class_table import find_row
-from ckptx.architecture.correction_rows import LayersRow, rows_of_class
+from ckptx.architecture.class_table import find_class_record
+from ckptx.architecture.correction_types import LayersCorrection, filter_by_class
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.errors import UnsupportedError
 
@@ -49,14 +49,19 @@ class Layer(NamedTuple):
 
 
 class LayerList(NamedTuple):
-    """A list of layers: a ModuleList, or the ModuleDict with indices as keys that remains after a split."""
+    """A list of layers.
+
+    Attributes:
+        name: FQN as in the state dict, without wrappers: "model.layers".
+        module: A ModuleList, or the ModuleDict with indices as keys that remains after a split; without wrappers.
+    """
 
     name: str
     module: nn.Module
 
 
 def canonical_name(fqn: str) -> str:
-    """Return the FQN without the components that wrappers add, as `state_dict` spells it.
+    """Return an FQN without the components that wrappers add, as `state_dict` spells it.
 
     `named_parameters` and `named_modules` include the wrappers; code that groups parameters by name, or looks one up in
     a checkpoint, uses this name.
@@ -81,15 +86,16 @@ def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
     return module
 
 
-def find_layers_row(model: nn.Module) -> LayersRow | None:
+def find_layers_row(model: nn.Module) -> LayersCorrection | None:
     """Return the row of corrections that locates the layers of a model's class; None if there is none.
 
     The row may belong to the nearest class from which the class is derived (FSDP2 derives one). A text-only class has
     no row; its stacks are in the table of architectures. That table has the decoder of a multimodal class too, but no
-    tower, as only a decoder is split over pipeline stages. With a row, a decoder that is not at its place is an error.
+    tower, because only a decoder is split over pipeline stages. With a row, a decoder that is not at its place is an
+    error.
     """
     for cls in type(model).__mro__:
-        rows = rows_of_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
+        rows = filter_by_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
         if rows:
             return rows[0]
     return None
@@ -98,7 +104,8 @@ def find_layers_row(model: nn.Module) -> LayersRow | None:
 def is_layer_list(module: nn.Module | None) -> bool:
     """Return True if a module is a list of modules.
 
-    A ModuleDict counts if every key is an index; one with names as keys, such as a registry of adapters, does not.
+    A ModuleDict counts if every key is an index, or if it is empty; one with names as keys, such as a registry of
+    adapters, does not.
     """
     if isinstance(module, nn.ModuleDict):
         return all(key.isdecimal() for key in module)
@@ -114,7 +121,10 @@ def is_stub(module: nn.Module | None) -> bool:
 
 
 def has_stubs(model: nn.Module) -> bool:
-    """Return True if a module of the model is a placeholder for a part of another pipeline stage."""
+    """Return True if a module of the model is a placeholder for a part of another pipeline stage.
+
+    `nn.Identity` does not count, because models contain it for other reasons, too.
+    """
     return any(is_stub(module) and not isinstance(module, nn.Identity) for module in model.modules())
 
 
@@ -137,7 +147,13 @@ def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Return True if a pipeline split removed layers, so that a model without layers is valid."""
+    """Return True if a pipeline split removed layers, so that a model without layers is valid.
+
+    Only the decoder is checked; the towers are if the model has no decoder.
+
+    Raises:
+        UnsupportedError: See `layer_groups`.
+    """
     groups = find_layer_lists(model)
     lists = groups["language"] or [*groups["vision"], *groups["audio"]]
     modules = [each.module for each in lists]
@@ -149,10 +165,10 @@ def find_layer_lists(model: nn.Module) -> dict[str, list[LayerList]]:
 
     The row of the class among the corrections, or its entry in the table of architectures, locates its decoder, and the
     row its towers. Every other list is found by its structure (`_is_layer`): second stacks of a tower, Q-Formers, depth
-    decoders, towers of classes without a row. Without a row, the largest is the decoder.
+    decoders, towers of classes without a row. With neither a row nor an entry, the largest is the decoder.
 
     Both stacks of an encoder-decoder are "language". A list outside of towers belongs to the decoder if both have the
-    same parent, else to the model's other modality, as a Q-Former does.
+    same parent, or if the model has no other modality or several; else to the other modality, as a Q-Former does.
 
     Raises:
         UnsupportedError: See `layer_groups`.
@@ -180,7 +196,11 @@ def find_layer_lists(model: nn.Module) -> dict[str, list[LayerList]]:
 
 
 def _lists_from_corrections(root: nn.Module) -> dict[str, list[LayerList]]:
-    """Return the lists in the row of the class, by group; all groups are empty for a class without one."""
+    """Return the lists in the row of the class, by group; all groups are empty for a class without a row.
+
+    Raises:
+        UnsupportedError: No decoder is at the paths in the row.
+    """
     groups: dict[str, list[LayerList]] = {group: [] for group in LAYER_GROUPS}
     row = find_layers_row(root)
     if row is None:
@@ -195,9 +215,9 @@ def _lists_from_corrections(root: nn.Module) -> dict[str, list[LayerList]]:
     return groups
 
 
-def _first_existing_list(root: nn.Module, alternatives: tuple[str, ...]) -> list[LayerList]:
-    """Return the first of several places that has a list."""
-    for name in alternatives:
+def _first_existing_list(root: nn.Module, paths: tuple[str, ...]) -> list[LayerList]:
+    """Return the list at the first of several paths that has one; empty if none has."""
+    for name in paths:
         found = find_submodule(root, name)
         if found is not None and is_layer_list(unwrap(found)):
             return [LayerList(name, unwrap(found))]
@@ -211,7 +231,7 @@ def _lists_from_table(root: nn.Module) -> list[LayerList]:
         {"text_config": {"model_type": getattr(text_config, "model_type", None)}} if text_config else {}
     )
     for cls in type(root).__mro__:
-        row = find_row(cls.__name__) if cls.__module__.startswith("transformers.models.") else None
+        row = find_class_record(cls.__name__) if cls.__module__.startswith("transformers.models.") else None
         architecture = row.architecture_for(config) if row is not None else None
         if architecture is None or not architecture.structure.stacks:
             continue
@@ -221,7 +241,7 @@ def _lists_from_table(root: nn.Module) -> list[LayerList]:
 
 
 def _lists_by_structure(root: nn.Module) -> list[LayerList]:
-    """Return the lists of modules with children of which at least one is a layer; nested lists are skipped."""
+    """Return the outermost lists whose items all have children and of which at least one item is a layer."""
     found = ((each, [layer.module for layer in _iter_layers(each)]) for each in _outermost_lists(root, ""))
     return [each for each, items in found if any(map(_is_layer, items)) and all(map(_is_block, items))]
 
@@ -239,9 +259,12 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _largest_list(lists: list[LayerList], root: nn.Module) -> LayerList:
-    """Return the list with the most parameters: among those found, or if none is, among all whose items have children.
+    """Return the list with the most parameters: one of `lists`, or if it is empty, a list whose items have children.
 
     The longest would be wrong: a list of experts may be longer than the list of layers that contains it.
+
+    Raises:
+        UnsupportedError: The model has no such list.
     """
     lists = lists or [
         each
@@ -276,7 +299,7 @@ def _is_block(module: nn.Module | None) -> bool:
 
 
 def _iter_layers(container: LayerList) -> Iterator[Layer]:
-    """Yield the layers in a list and in the lists inside it."""
+    """Yield the layers in a list and in the lists inside it, without those of other pipeline stages."""
     for key, item in container.module._modules.items():
         name = f"{container.name}.{key}"
         if item is None or is_stub(item):
@@ -304,13 +327,19 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def _main_list_group(root: nn.Module, name: str) -> str:
-    """Return the group of the main list of a class; for a tower by itself, that of its inputs."""
+    """Return the group of the main list: by its name, else "language" for a model with text inputs, else its input."""
     inputs = _input_groups(root)
     return _group_from_name(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
 
 
 def _other_list_group(root: nn.Module, name: str, decoders: Iterable[str]) -> str:
-    """Return the group of any other list."""
+    """Return the group of a list that is not the main one; see `find_layer_lists`.
+
+    Args:
+        root: Model without wrappers.
+        name: Name of the list.
+        decoders: Names of the modules that hold the lists of the decoder.
+    """
     named_group = _group_from_name(name)
     if named_group is not None or _parent_path(name) in decoders:
         return named_group or "language"
@@ -319,6 +348,7 @@ def _other_list_group(root: nn.Module, name: str, decoders: Iterable[str]) -> st
 
 
 def _group_from_name(name: str) -> str | None:
+    """Return the group by the words in a name, the innermost component first; None if it has none of them."""
     parts = (part.lower().split("_") for part in reversed(name.split(".")))
     return next((_GROUP_OF_WORD[word] for words in parts for word in words if word in _GROUP_OF_WORD), None)
 

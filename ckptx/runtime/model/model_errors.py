@@ -18,7 +18,7 @@ _OWN_MODULES = ("ckptx", "torch.distributed.distributed_c10d")
 
 
 def model_class_name(model: nn.Module) -> str:
-    """Return the class name in the config, as FSDP2 changes the class of a model."""
+    """Return the class name in the config, as FSDP2 changes the class of a model; without one, that of the model."""
     config = getattr(model, "config", None)
     return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
 
@@ -44,8 +44,7 @@ def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"{model_class_name(model)}: the code of the model failed: {type(cause).__name__}: {first_line(cause)}; "
-            "check its "
-            "config, or use another layout"
+            "check its config, or use another layout"
         ) from error
 
 
@@ -58,8 +57,8 @@ def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, or its class if it has no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """Return at most 200 characters of the first line of an error with text; the name of its class if it has none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -70,7 +69,10 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _is_raised_by_a_model(trace: TracebackType | None) -> bool:
-    """Return True if the innermost known caller was code of transformers, or custom code of a checkpoint."""
+    """Return True if transformers or custom code of a checkpoint raised an error, or a library that such code called.
+
+    Errors of ckptx and of lost ranks do not count, even if the model called the code that raised them, as hooks.
+    """
     is_of_model = False
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

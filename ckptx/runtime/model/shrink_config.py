@@ -46,7 +46,7 @@ class ShrinkPolicy:
         min_head_dim: Minimum width of the widest head; None keeps the widths of heads.
         reduce_heads: Reduce the number of heads.
         reduce_hidden: Reduce the residual stream, and not only the widths inside of layers.
-        shorten_vocabulary: End the vocabulary after the last token that the config names.
+        shorten_vocabulary: End the vocabulary soon after the last token that the config names (see `EXTRA_TOKENS`).
     """
 
     min_head_dim: int | None = 16
@@ -70,8 +70,8 @@ class _ConfigFacts:
     Attributes:
         original: Original values.
         overrides: Values of layers that differ, by layer.
-        head_counts: Old number of heads -> new.
-        divisor: Divisor of the widths of heads.
+        head_counts: Old number of heads -> new; empty if the numbers are kept.
+        divisor: Divisor of the widths of heads; 1 if they are kept.
     """
 
     original: Values
@@ -86,13 +86,13 @@ class _ConfigFacts:
 
     @property
     def hidden_size(self) -> int | None:
-        """The width of the residual stream; None for a config without layers of its own."""
+        """The width of the residual stream; None if no key gives it, as in a config without layers."""
         candidates = (self.original.get(key) for key in HIDDEN_SIZE_KEYS)
         return next((each for each in candidates if _is_integer(each)), None)
 
     @property
     def head_width(self) -> int | None:
-        """The width of a head if it is the hidden size divided by the number of heads; else None."""
+        """The width of a head if it is the hidden size divided by the number of heads; else, and for MLA, None."""
         heads = next(
             iter(self.integers_under(("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads"))), None
         )
@@ -166,7 +166,7 @@ def iter_configs(config: Any) -> Iterator[Any]:
 
 
 def find_token_ids(config: Any) -> set[int]:
-    """Return every token id that a config names."""
+    """Return every token id that a config or a config nested in it names, such as `eos_token_id`."""
     return {
         number
         for nested_config in iter_configs(config)
@@ -197,7 +197,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _integers(value: Any) -> list[int]:
-    """Return the integers in a value: itself, or those of a list."""
+    """Return the integers in a value: the value itself, or the integers in a list or tuple."""
     found = value if isinstance(value, list | tuple) else [value]
     return [each for each in found if _is_integer(each)]
 
@@ -214,7 +214,7 @@ def _rope_dicts(values: Values) -> list[Values]:
 
 
 def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
-    """Return reduced numbers of heads: equal counts stay equal, the order is kept, one stays one.
+    """Map numbers of heads to reduced ones, in the same order, without 1; empty if a number would grow.
 
     A count that is no power of two gets a new count that is none either, because ALiBi positions take another branch
     for it.
@@ -259,7 +259,7 @@ def _find_head_divisor(facts: _ConfigFacts, min_width: int) -> int:
 
 
 def _reduce_hidden_sizes(all_facts: Iterable[_ConfigFacts]) -> dict[int, int]:
-    """Return old hidden size -> new, for all configs: the smallest that their heads allow and no other size has."""
+    """Return old hidden size -> new, for all configs: the smallest that their heads allow, different if possible."""
     by_size: dict[int, list[_ConfigFacts]] = {}
     for facts in all_facts:
         if facts.hidden_size is not None:
@@ -267,9 +267,9 @@ def _reduce_hidden_sizes(all_facts: Iterable[_ConfigFacts]) -> dict[int, int]:
     reduced: dict[int, int] = {}
 
     def priority(size: int) -> tuple[bool, bool, int]:
-        """Sort sizes that follow from heads first, as they have no choice.
+        """Return a key that sorts sizes that follow from heads first, because they have no choice.
 
-        Among them, sizes of configs with a vocabulary are first, as they cost most.
+        Among them, sizes of configs with a vocabulary are first, because they cost most.
         """
         users = by_size[size]
         return (
@@ -308,7 +308,7 @@ def _hidden_choices(facts: _ConfigFacts) -> list[int]:
 
 
 def _adjust_divisor(facts: _ConfigFacts, hidden_sizes: Mapping[int, int]) -> None:
-    """Adjust the widths of heads to the chosen hidden size, if one follows from the other."""
+    """Adjust the divisor of the widths of heads to the chosen hidden size, in place, if one follows from the other."""
     old = facts.hidden_size
     if old is None or not _derives_head_width_from_hidden_size(facts) or old not in hidden_sizes:
         return
@@ -318,7 +318,13 @@ def _adjust_divisor(facts: _ConfigFacts, hidden_sizes: Mapping[int, int]) -> Non
 
 
 def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, int]) -> dict[int, int]:
-    """Return old width -> new: equal stay equal, different stay different, none grows."""
+    """Return old width -> new: equal widths stay equal, different ones stay different, and none grows.
+
+    Args:
+        numbers: Old widths.
+        first: New width of the smallest; each further one gets 8 more.
+        excluded: Mapping whose keys are widths to leave out.
+    """
     ordered = sorted(set(numbers) - set(excluded))
     return {old: min(old, first + 8 * index) for index, old in enumerate(ordered)}
 
@@ -326,7 +332,7 @@ def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, in
 def _make_width_maps(
     facts: _ConfigFacts, hidden_sizes: Mapping[int, int], projection_sizes: Mapping[int, int], policy: ShrinkPolicy
 ) -> dict[str, Callable[[int], int]]:
-    """Return the mapping of the numbers under each kind of key: "heads", "head dims", ..."""
+    """Return, by kind of key ("heads", "head dims", ...), the function from an old number to the new one."""
     feed_forward_sizes = _reduce_widths(facts.integers_under(sorted(FEED_FORWARD_KEYS)), 32, {})
     ranks = _reduce_widths(facts.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
     expert_count = _reduced_expert_count(facts)
@@ -375,7 +381,10 @@ _KIND_OF_KEY = {
 
 
 def _map_value(key: str, value: Any, width_maps: Mapping[str, Callable[[int], int]], facts: _ConfigFacts) -> Any:
-    """Return the new value; lists element by element, values that are no integers unchanged."""
+    """Return the new value of a key; lists are mapped element by element.
+
+    A value that is not an integer is returned unchanged, as is that of a key of unknown kind.
+    """
     kind = _KIND_OF_KEY.get(key)
     if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NON_WIDTH_WORDS):
         kind = "hidden"
@@ -401,7 +410,7 @@ def _shrink_rope(rope: Values, divisor: int) -> None:
 
 
 def _recompute_derived(old: Values, values: Values) -> None:
-    """Compute values again that were derived from other keys, in place."""
+    """Update values that follow from other keys by a formula that held for the old values, in place."""
     for key, formula in DERIVED_VALUES:
         if _is_integer(old.get(key)) and _compute_derived(formula, old) == old[key]:
             derived = _compute_derived(formula, values)

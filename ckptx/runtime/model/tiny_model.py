@@ -1,4 +1,4 @@
-"""Builds a small model with the layers of a large one, to run in place of it.
+"""Builds a small model with the layers of a large one, to run instead of it.
 
 The values that pass between layers depend on the code of a class and on its config: on types of layers, shared tensors,
 windows and positions, but not on widths. So the small model has every layer of the large one with small widths, and its
@@ -42,7 +42,7 @@ _FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before it are padding, beg
 _SEED = 0
 _STD = 0.3
 
-# One of several experts; their number does not matter.
+# One of several experts; how many there are does not matter.
 _EXPERT = re.compile(r"(?<=experts)\.(expert_)?\d+(?=\.|$)")
 
 
@@ -50,8 +50,8 @@ class _Structure(NamedTuple):
     """The structure of a model, independent of its widths.
 
     Attributes:
-        modules: Path, class, and first path of the same module; experts without their number.
-        tensors: Name of a parameter or buffer, and first name of the same tensor.
+        modules: (path, class, first path of the same module) of each module; `*` for the index of an expert.
+        tensors: (name, first name of the same tensor) of each parameter and buffer; `*` for the index of an expert.
         nbytes: Size of its parameters in float32.
     """
 
@@ -63,14 +63,16 @@ class _Structure(NamedTuple):
 def tiny_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """Return a copy of a config with small widths: the same number and types of layers, with the same shared tensors.
 
-    A config of at most 64 MiB of float32 parameters keeps its widths. The copy has no cache.
+    A config of at most 64 MiB of float32 parameters keeps its widths. The copy has `use_cache=False`, and the default
+    attention implementation.
 
     Args:
         config: Config of a model of any size.
         cls: Class of the model.
 
     Raises:
-        UnsupportedError: No such config can be built, has the same layers, fits into 512 MiB and runs.
+        UnsupportedError: The model cannot be built. Or it is larger than 64 MiB, and takes neither text nor audio, or
+            no attempted config gives one that builds, has the same layers, fits into 512 MiB and runs.
     """
     return _find_config(config, cls)[0]
 
@@ -78,8 +80,8 @@ def tiny_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrai
 def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     """Return the model of `tiny_config` in float32 on the CPU; equal configs give equal random weights.
 
-    Every parameter and persistent buffer of floating point is random, so that a missing norm or bias is noticed. Other
-    buffers are computed by the class.
+    Every floating-point or complex parameter and persistent buffer is random, so that a missing norm or bias is
+    noticed. Other buffers are computed by the class.
 
     Args:
         config: Config of a model of any size.
@@ -93,10 +95,18 @@ def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Modul
 
 
 def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedConfig, nn.Module | None]:
-    """Return the first config that passes, and the model that ran; None if the config was used unchanged."""
+    """Return the first config that passes, and the model that ran with it.
+
+    Returns:
+        The config, and the model; None for the model if it is at most 64 MiB large, so that the config keeps its widths
+        and nothing ran.
+
+    Raises:
+        UnsupportedError: See `tiny_config`.
+    """
     base_config = _without_cache(config)
     try:
-        large = _read_structure(base_config, cls)
+        large = _build_structure(base_config, cls)
     except Exception as error:  # a config or a model class may raise anything
         raise UnsupportedError(f"{cls.__name__}: cannot be built from its config: {_describe(error)}") from error
     if large.nbytes <= _SMALL_BYTES:
@@ -107,7 +117,7 @@ def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[
         for policy in _ATTEMPTS:
             try:
                 candidate = shrink_config(base_config, policy)
-                failure = _find_difference(large, _read_structure(candidate, cls), max_bytes)
+                failure = _find_difference(large, _build_structure(candidate, cls), max_bytes)
                 if not failure:
                     return candidate, _run_once(candidate, cls)
             except Exception as error:  # a config or a model class may raise anything
@@ -122,8 +132,8 @@ def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[
 def _without_cache(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy that disables the cache and uses the default attention implementation."""
     copied = copy.deepcopy(config)
-    for part in iter_configs(copied):
-        values = vars(part)
+    for nested_config in iter_configs(copied):
+        values = vars(nested_config)
         if "use_cache" in values:
             values["use_cache"] = False
         values["_attn_implementation_internal"] = None
@@ -137,23 +147,24 @@ def _describe(error: Exception) -> str:
 # -------------------------------------------------------------------------------------- comparison with the large model
 
 
-def _read_structure(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> _Structure:
+def _build_structure(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> _Structure:
+    """Build a model on the meta device and return its structure."""
     model = build_on_meta(cls, copy.deepcopy(config), torch.float32, "sdpa")
-    modules: dict[int, str] = {}
-    tensors: dict[int, str] = {}
-    module_rows = frozenset(
+    module_names: dict[int, str] = {}  # first name by id
+    tensor_names: dict[int, str] = {}
+    modules = frozenset(
         (
-            _without_expert_numbers(name),
+            _without_expert_indices(name),
             type(module).__name__,
-            _without_expert_numbers(modules.setdefault(id(module), name)),
+            _without_expert_indices(module_names.setdefault(id(module), name)),
         )
         for name, module in model.named_modules(remove_duplicate=False)
     )
-    tensor_rows = frozenset(
-        (_without_expert_numbers(name), _without_expert_numbers(tensors.setdefault(id(tensor), name)))
+    tensors = frozenset(
+        (_without_expert_indices(name), _without_expert_indices(tensor_names.setdefault(id(tensor), name)))
         for name, tensor in _named_tensors(model)
     )
-    return _Structure(module_rows, tensor_rows, 4 * sum(each.numel() for each in model.parameters()))
+    return _Structure(modules, tensors, 4 * sum(each.numel() for each in model.parameters()))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,17 +172,22 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _without_expert_numbers(name: str) -> str:
+def _without_expert_indices(name: str) -> str:
     return _EXPERT.sub(".*", name)
 
 
 def _find_difference(large: _Structure, small: _Structure, max_bytes: int) -> str:
     """Return the first structural difference, or that the model is too large; empty if it passes."""
     for first, second, verb in ((small, large, "lacks"), (large, small, "has in addition")):
-        for names, other_names in ((first.modules, second.modules), (first.tensors, second.tensors)):
-            missing = sorted(other_names - names)
-            if missing:
-                return f"it {verb} {missing[0][0]}, {missing[0][1]}"
+        missing_modules = sorted(second.modules - first.modules)
+        if missing_modules:
+            path, class_name, first_path = missing_modules[0]
+            shared = "" if first_path == path else f", shared with {first_path}"
+            return f"it {verb} {path or 'the model'} (class {class_name}{shared})"
+        missing_tensors = sorted(second.tensors - first.tensors)
+        if missing_tensors:
+            name, first_name = missing_tensors[0]
+            return f"it {verb} {name} ({'separate' if first_name == name else f'tied to {first_name}'})"
     if small.nbytes > max_bytes:
         return f"it has {small.nbytes // _MIB} MiB of parameters, limit {max_bytes // _MIB} MiB"
     return ""
@@ -207,7 +223,7 @@ def _randomize(model: nn.Module) -> None:
 
 
 def _run_once(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
-    """Return the model with random weights after one forward pass on text."""
+    """Return the model with random weights after one forward pass on `make_text_batch`."""
     model = _random_model(config, cls)
     with torch.no_grad():
         model(**make_text_batch(model))
@@ -218,7 +234,8 @@ def _check_input(cls: type[PreTrainedModel], config: Any) -> None:
     """Check that an input for the model can be made.
 
     Raises:
-        UnsupportedError: The model takes neither text nor audio of a length that its config gives.
+        UnsupportedError: The model is neither a text model nor an encoder-decoder for audio of a length that its
+            config gives.
     """
     mel_bins, length = (getattr(config, key, None) for key in _AUDIO_KEYS)
     takes_audio = config.is_encoder_decoder and cls.main_input_name == "input_features" and mel_bins and length
@@ -250,7 +267,7 @@ def make_text_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _token_batch(config: Any) -> torch.Tensor:
-    """Return random tokens without special ones, (batch, length)."""
+    """Return random token ids without special tokens, (batch, length), the same for equal configs."""
     size = int(config.get_text_config(decoder=True).vocab_size)
     special_ids = find_token_ids(config)
     allowed = torch.tensor([each for each in range(min(_FIRST_TEXT_TOKEN, size - 1), size) if each not in special_ids])

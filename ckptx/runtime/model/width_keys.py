@@ -1,4 +1,7 @@
-"""The meaning of config keys that hold widths: hidden sizes, heads, experts, vocabularies, and derived values."""
+"""Config keys by what they hold: hidden sizes, heads, experts, vocabularies, and values that follow from others.
+
+`shrink_config` uses them to make a small model of the same class.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 Values = dict[str, Any]
 
-# The width of the residual stream. In a part with several of these keys, the first is that of its layers: in a tower
-# with an `embed_dim`, `hidden_size` is the width of the model that it feeds.
+# The width of the residual stream. In a config with several of these keys, the first is that of its layers: in a tower
+# with an `embed_dim`, `hidden_size` is the width of the language model.
 HIDDEN_SIZE_KEYS = ("embed_dim", "d_model", "n_embd", "model_dim", "emb_dim", "dim", "hidden_dim", "hidden_size")
 
 # Numbers of heads, and of groups that heads are divided into.
@@ -25,14 +28,14 @@ HEAD_COUNT_KEYS = {
     "mamba_ngroups", "n_groups", "audio_num_heads",
 }  # fmt: skip
 
-# Widths of one head, and counts of its parts.
+# Widths of one head, or of a part of it.
 HEAD_DIM_KEYS = {
     "head_dim", "d_kv", "global_head_dim", "swa_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim",
     "indexer_head_dim", "rotary_dim", "head_size", "attention_head_size", "resampler_head_dim", "cross_head_dim",
     "mamba_head_dim", "mamba_d_head", "mamba_headdim", "dim_head",
 }  # fmt: skip
-ROPE_COUNT_KEYS = ("mrope_section",)  # numbers of frequencies, half a head together
+ROPE_COUNT_KEYS = ("mrope_section",)  # numbers of frequencies per section, which add up to half the width of a head
 ROPE_FACTOR_KEYS = ("short_factor", "long_factor")  # one number for each frequency
 
 FEED_FORWARD_KEYS = {
@@ -63,14 +66,16 @@ TOP_K_KEYS = (
     "experts_per_token", "num_selected_experts",
 )  # fmt: skip
 
-# Widths of inputs and outputs between parts, if no hidden size is equal to them.
+# Widths of inputs and outputs between towers and decoder. A value that equals a hidden size is reduced like that hidden
+# size; any other is reduced on its own.
 PROJECTION_KEYS = {
     "out_hidden_size", "projection_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim",
     "output_proj_dims", "output_dim", "encoder_hidden_size", "cross_attention_hidden_size", "embedding_size",
     "word_embed_proj_dim", "projection_size", "projector_hidden_size", "pooler_hidden_size", "text_hidden_size",
     "mm_embed_dim", "lm_hidden_size", "audio_hidden_size",
 }  # fmt: skip
-WIDTH_ENDINGS = ("_size", "_dim", "_dims", "_width")  # a key that ends so may repeat the hidden size of a part
+# Other keys with these endings may hold a hidden size, unless they contain one of NON_WIDTH_WORDS.
+WIDTH_ENDINGS = ("_size", "_dim", "_dims", "_width")
 NON_WIDTH_WORDS = (
     "vocab_size",
     "patch_size",
@@ -83,14 +88,15 @@ NON_WIDTH_WORDS = (
 )
 
 VOCABULARY_KEYS = ("vocab_size", "vocab_size_per_layer_input")
-EXTRA_TOKENS = 64  # tokens in addition to those that the config names
+EXTRA_TOKENS = 64  # size of a shortened vocabulary beyond the largest token id in the config
 
 
 def _expanded_size(values: Values) -> int:
     return int(values.get("expand", values.get("mamba_expand")) * values["hidden_size"])
 
 
-# Values that a config class derives from other keys: a relation that held still holds in the shrunk config.
+# Values that a config class derives from other keys. If the formula gives the original value, `shrink_config` sets the
+# key from it in the shrunk config, too.
 DERIVED_VALUES: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("intermediate_size", _expanded_size),
     ("intermediate_size", lambda values: int(values["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)),

@@ -1,7 +1,7 @@
 """The checkpoints of a run in one directory: complete ones, the one to resume from, and those to remove.
 
-    root/step-3/                              published: its metadata and every file that it names are complete
-    root/latest                               "step-3": the step to resume from; updated after it is published
+    root/step-3/                              complete: its metadata and every file that it names are complete
+    root/latest                               "step-3": the step to resume from; updated after it is complete
     root/.step-6.ckptx-partial/               a step that is being saved, or whose save was killed
     root/.step-3.removed.ckptx-partial/tree/  a step that is being removed
 
@@ -38,7 +38,8 @@ class ResumePoint(NamedTuple):
 
     Attributes:
         step: Number of the step; None if no step is complete.
-        note: Reason why it is not simply the step that `latest` names; empty if it is.
+        note: Note for the user if `latest` names no complete step, or not the newest one; empty if it names the newest,
+            or if there are neither steps nor `latest`.
     """
 
     step: int | None
@@ -46,9 +47,9 @@ class ResumePoint(NamedTuple):
 
 
 class StepDirectories:
-    """Checkpoints below one directory; without a cache, every method reads the disk.
+    """Checkpoints below one directory. Nothing is cached: every method reads the disk.
 
-    Any rank may read; only rank 0 marks and removes.
+    Any rank may read; only rank 0 may call `mark_latest`, `retain` and `clean_up`.
 
     Attributes:
         root: Directory of the checkpoints; need not exist yet.
@@ -75,7 +76,7 @@ class StepDirectories:
         return True
 
     def published(self) -> list[int]:
-        """Return the complete steps, in ascending order."""
+        """Return the numbers of the complete steps, in ascending order; empty if there are none."""
         return [step for step in self._list_named_steps() if self.is_published(step)]
 
     def _list_named_steps(self) -> list[int]:
@@ -89,7 +90,7 @@ class StepDirectories:
     # -------------------------------------------------------------------------------------------------- the latest
 
     def latest(self) -> int | None:
-        """Return the step to resume from; see `choose`."""
+        """Return the number of the step to resume from; None if no step is complete. See `choose`."""
         return self.choose().step
 
     def choose(self) -> ResumePoint:
@@ -113,7 +114,11 @@ class StepDirectories:
         )
 
     def _read_latest(self) -> tuple[int | None, str]:
-        """Return the step that `latest` names, or the problem with that file; neither if there is no file."""
+        """Return the step that `latest` names, and a problem with that file.
+
+        Returns:
+            The step and ""; None and the problem; or None and "" if there is no file.
+        """
         path = self.root / LATEST
         if not os.path.lexists(path):
             return None, ""
@@ -156,7 +161,7 @@ class StepDirectories:
             keep: Number of newest complete steps to keep.
 
         Returns:
-            Steps that were removed.
+            Numbers of the steps that were removed, in ascending order.
 
         Raises:
             UsageError: `keep` is less than one.
@@ -174,9 +179,12 @@ class StepDirectories:
         return removed
 
     def _remove(self, step: int, newest: int) -> bool:
-        """Rename a step, then remove its files; returns False if it contains files of others.
+        """Rename a step, then remove its files.
 
         Extra files that are copied into every step, whatever their names, are recognized by those of the newest step.
+
+        Returns:
+            False if the step contains files that ckptx did not write; then nothing is removed.
         """
         path = Path(os.path.realpath(self.root)) / f"step-{step}"
         try:
@@ -196,7 +204,7 @@ class StepDirectories:
     def clean_up(self) -> list[Path]:
         """Remove the remains of killed saves and interrupted removals that no process works on.
 
-        On a file system without locks this is unknown, and they are kept.
+        On a file system without locks it is unknown whether a process works on them, and they are kept.
 
         Returns:
             Paths that were removed.
@@ -205,6 +213,7 @@ class StepDirectories:
         return [path for path in entries if _STAGING_NAME.fullmatch(path.name) and self._discard(path)]
 
     def _discard(self, path: Path) -> bool:
+        """Remove a staging directory if no process works on it; return True if it no longer exists."""
         found = _STAGING_NAME.fullmatch(path.name)
         assert found is not None
         with suppress(OutputError):
@@ -215,7 +224,10 @@ class StepDirectories:
 
 
 def _is_unlocked(staging: Path) -> bool:
-    """Return True if no process holds the lock of a staging directory."""
+    """Return True if no process holds the lock of a staging directory; False if the file system has no locks.
+
+    A staging directory without a lock file counts as unlocked if it is empty.
+    """
     with DirectoryHandle.open_path(staging) as handle:
         if handle.stat("lock") is None:
             return not handle.list_names()

@@ -1,4 +1,4 @@
-"""Training data of a run: reproducible samples by index, and batches of them."""
+"""Training data of a run: reproducible samples by index, and batches of samples."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ import torch
 from torch import Tensor
 
 from ckptx.errors import InputError
-from ckptx.runtime.training.encoding import Encoder
+from ckptx.runtime.training.encoding import IGNORE_INDEX, Encoder
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.samples import Row, open_rows, to_question
+from ckptx.runtime.training.samples import RawSample, make_question, open_raw_samples
 
-Sample = dict[str, Tensor]
+EncodedSample = dict[str, Tensor]  # arguments of a model's forward and labels, by name
 
 
 class Dataset:
-    """Samples of one length."""
+    """Samples as arguments of a model, all of the same sequence length."""
 
-    def __init__(self, rows: Sequence[Row], encoder: Encoder) -> None:
-        self._rows, self._encoder = rows, encoder
+    def __init__(self, raw_samples: Sequence[RawSample], encoder: Encoder) -> None:
+        self._raw_samples, self._encoder = raw_samples, encoder
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._raw_samples)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> EncodedSample:
         """Return a sample: `input_ids`, `attention_mask` and `labels`, (1, sequence_length), and image arguments.
 
-        The first dim of every tensor, 1 or the parts of an image, is the one along which `collate` concatenates.
+        `collate` concatenates along the first dim, which is 1, or the number of patches or tiles of an image.
         """
-        return self._encoder(to_question(self._rows[index]))
+        return self._encoder(make_question(self._raw_samples[index]))
 
 
 def open_dataset(recipe: Recipe, source: Path) -> Dataset:
-    """Return the data of a recipe, for the model in `source`.
+    """Return the dataset of a recipe, encoded for the model in `source`.
 
     Args:
         recipe: Recipe that names the data.
         source: Directory from `prepare_source`.
 
     Raises:
-        InputError: The dataset or the tokenizer is unavailable.
-        EnvironmentProblem: The package `datasets` is missing.
-        UsageError: The data does not fit the model.
+        InputError: The dataset or the tokenizer is unavailable, or the first sample has no label.
+        EnvironmentProblem: The package `datasets`, or one that the image processor requires, is missing.
+        UsageError: The dataset has images and the model does not take them, an image does not fit the sequence length,
+            or a path is given for a synthetic dataset.
         UnsupportedError: The model is an encoder-decoder.
     """
     encoder = Encoder(source, recipe.data.sequence_length, trust_remote_code=recipe.model.trust_remote_code)
-    dataset = Dataset(open_rows(recipe.data, recipe.training.seed), encoder)
-    first = dataset[0]["labels"]
-    if not bool((first[:, 1:] != -100).any()):
+    dataset = Dataset(open_raw_samples(recipe.data, recipe.training.seed), encoder)
+    first_labels = dataset[0]["labels"]
+    if not bool((first_labels[:, 1:] != IGNORE_INDEX).any()):
         raise InputError(
             f"{source}: the first sample of {recipe.data.dataset} has no label, because its answer is missing or "
             "truncated; check the chat template, or increase data.sequence_length"
@@ -57,11 +58,14 @@ def open_dataset(recipe: Recipe, source: Path) -> Dataset:
     return dataset
 
 
-def collate(samples: Sequence[Sample]) -> Sample:
+def collate(samples: Sequence[EncodedSample]) -> EncodedSample:
     """Concatenate samples to a batch, in their order.
 
+    Args:
+        samples: At least one sample.
+
     Raises:
-        InputError: They have different arguments, or images that cannot be in one batch.
+        InputError: The samples have different arguments, or images that cannot be in one batch.
     """
     names = {frozenset(each) for each in samples}
     if len(names) != 1:
@@ -71,5 +75,5 @@ def collate(samples: Sequence[Sample]) -> Sample:
         return {name: torch.cat([each[name] for each in samples]) for name in samples[0]}
     except RuntimeError as error:
         shapes = {name: sorted({tuple(each[name].shape[1:]) for each in samples}) for name in samples[0]}
-        differing_shapes = {name: found for name, found in shapes.items() if len(found) > 1}
+        differing_shapes = {name: each for name, each in shapes.items() if len(each) > 1}
         raise InputError(f"batch: samples have different shapes, {differing_shapes}; use images of one size") from error

@@ -11,11 +11,14 @@ _EXCLUDED_WORDS = ("layerdrop", "drop_path", "classifier", "summary", "num_", "l
 
 
 def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Return the path of the nested config and the key of each dropout probability."""
+    """Return (path of the nested config, key) of each dropout probability; the path of the whole config is ().
+
+    Probabilities with which whole layers are dropped, and dropout of classifier heads, are left out.
+    """
     keys: list[tuple[tuple[str, ...], str]] = []
 
-    def visit(part: Any, path: tuple[str, ...]) -> None:
-        for key, value in vars(part).items():
+    def visit(nested_config: Any, path: tuple[str, ...]) -> None:
+        for key, value in vars(nested_config).items():
             is_number = isinstance(value, float | int) and not isinstance(value, bool)
             if is_number and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS):
                 keys.append((path, key))
@@ -27,7 +30,7 @@ def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
 
 
 def set_dropout(config: Any, probability: float) -> None:
-    """Set all dropout probabilities, in place.
+    """Set the dropout probabilities that `find_dropout_keys` finds, in place.
 
     Raises:
         UsageError: `probability` is not zero, and the config has no dropout key.
@@ -36,7 +39,7 @@ def set_dropout(config: Any, probability: float) -> None:
     if probability and not keys:
         raise UsageError(f"training.dropout: {type(config).__name__} has no dropout key; set training.dropout to null")
     for path, key in keys:
-        part = config
-        for step in path:
-            part = getattr(part, step)
-        setattr(part, key, probability)
+        nested_config = config
+        for name in path:
+            nested_config = getattr(nested_config, name)
+        setattr(nested_config, key, probability)

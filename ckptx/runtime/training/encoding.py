@@ -5,7 +5,7 @@
 
 The answer is marked by `{% generation %}` of the chat template; without it, the answer begins where the conversation
 with the answer differs from the one that asks for it. A sample that is too long loses the beginning of its question,
-not its answer.
+and if that is not enough, the end of its answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptx.untrusted.printable import one_line
 
 IGNORE_INDEX = -100
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_SIZE = 1
 
 
@@ -48,7 +48,7 @@ class _TokenizedConversation(NamedTuple):
 
 
 class Encoder:
-    """Makes samples for the model of a checkpoint."""
+    """Encodes questions with answers as arguments and labels for the model of a checkpoint."""
 
     def __init__(self, source: Path, length: int, *, trust_remote_code: bool = False) -> None:
         """Read the tokenizer and config; an image processor is read when it is first used.
@@ -59,8 +59,9 @@ class Encoder:
             trust_remote_code: Allow custom code from the checkpoint.
 
         Raises:
-            InputError: The tokenizer cannot be read.
-            UnsupportedError: The model is an encoder-decoder.
+            InputError: The tokenizer or config.json cannot be read.
+            UnsupportedError: The model is an encoder-decoder, or its class is unknown.
+            EnvironmentProblem: A package that the class requires is missing.
         """
         from transformers import AutoTokenizer
 
@@ -82,10 +83,10 @@ class Encoder:
         self._processor: Any = None
         template = getattr(self._tokenizer, "chat_template", None)
         self._has_template = bool(template)
-        self._marks_answers = isinstance(template, str) and bool(_MARKS_ANSWERS.search(template))
+        self._marks_answers = isinstance(template, str) and bool(_GENERATION_TAG.search(template))
 
     @property
-    def padding(self) -> int:
+    def padding_id(self) -> int:
         """Id of the token that pads a sample: the padding token, else the end token, else 0."""
         for token_id in (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0):
             if token_id is not None:
@@ -96,10 +97,13 @@ class Encoder:
         """Return a sample; the first dim of each tensor is 1, or the number of patches or tiles of its image.
 
         `input_ids`, `attention_mask` and `labels` are (1, length). A sample with an image also has the image arguments
-        of the class.
+        of the class. A sample without one has the arguments that such a class requires for each token, such as token
+        types.
 
         Raises:
-            UsageError: The model takes no images, or an image does not fit the length.
+            UsageError: The model does not take images, or an image does not fit the length.
+            InputError: The image processor cannot be read.
+            EnvironmentProblem: A package that the processor requires is missing.
         """
         if question.image is not None and any((self._source / each).is_file() for each in _PROCESSOR_FILES):
             return self._encode_with_processor(question)
@@ -148,7 +152,7 @@ class Encoder:
         ids = [tokens.ids[each] for each in positions]
         labels = [tokens.ids[each] if tokens.is_answer[each] else IGNORE_INDEX for each in positions]
         sample = {
-            "input_ids": torch.tensor([[*ids, *[self.padding] * padding_count]]),
+            "input_ids": torch.tensor([[*ids, *[self.padding_id] * padding_count]]),
             "attention_mask": torch.tensor([[*[1] * len(ids), *[0] * padding_count]]),
             "labels": torch.tensor([[*labels, *[IGNORE_INDEX] * padding_count]]),
         }
@@ -166,8 +170,7 @@ class Encoder:
         if tokens.protected_count >= self._length:
             raise UsageError(
                 f"data.sequence_length is {self._length}, but an image has {tokens.protected_count} tokens in this "
-                "model; "
-                "increase data.sequence_length"
+                "model; increase data.sequence_length"
             )
         answer_start = tokens.is_answer.index(True) if True in tokens.is_answer else count
         dropped = range(
@@ -178,7 +181,7 @@ class Encoder:
     # ---------------------------------------------------------------------------------------------------------- images
 
     def _make_synthetic_image(self, image: Any) -> MultimodalInput:
-        """Return random pixels in the shape that the class takes, seeded by the image; used without a processor."""
+        """Return random pixels in a shape that the class takes, seeded by the image; used without a processor."""
         image_seed = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
         insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator().manual_seed(image_seed)).get("images")
         if insert is None:
@@ -189,7 +192,7 @@ class Encoder:
         return insert
 
     def _image_arguments(self, sample: dict[str, Tensor], insert: MultimodalInput) -> dict[str, Tensor]:
-        """Return the image arguments of the class."""
+        """Return the image arguments of the class for a sample with a synthetic image."""
         ids, arguments = sample["input_ids"], dict(insert.tensors)
         if insert.token_types is not None:
             name, number = insert.token_types
@@ -199,7 +202,7 @@ class Encoder:
         return arguments
 
     def _blank_image_arguments(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the arguments of a vision class for a sample without images."""
+        """Return the per-token arguments of a vision class for a sample without images; empty for a text class."""
         insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator()).get("images")
         ids = sample["input_ids"]
         arguments = {} if insert is None or insert.make_text_arguments is None else insert.make_text_arguments(ids)
@@ -243,7 +246,7 @@ class Encoder:
             ) from error
 
     def _find_image_end(self, ids: list[int]) -> int:
-        """Return the number of tokens up to the end of the image and of the special tokens that follow it."""
+        """Return the number of tokens up to the end of the last image and of the special tokens that follow it."""
         names = ("image_token_id", "image_token_index")
         token = next((self._values[each] for each in names if self._values.get(each) is not None), None)
         special = set(self._tokenizer.all_special_ids)
@@ -272,11 +275,11 @@ def _bytes_of(image: Any) -> bytes:
 
 
 def _to_rgb_image(image: Any) -> Any:
-    """Return an image as processors take it: an RGB PIL image, if it is not a tensor."""
-    if isinstance(image, Mapping):  # encoded bytes, if the data set declares no image column
+    """Return an image as processors take it: a tensor unchanged, any other image as an RGB PIL image."""
+    if isinstance(image, Mapping):  # encoded bytes, if the dataset does not declare an image column
         try:
             from PIL import Image
         except ImportError as error:
-            raise missing_package("an image of the data set", error) from error
+            raise missing_package("an image of the dataset", error) from error
         image = Image.open(io.BytesIO(image["bytes"]))
     return image.convert("RGB") if hasattr(image, "convert") else image

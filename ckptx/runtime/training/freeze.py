@@ -21,7 +21,7 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
             projector to the language model. "language": its layers, embeddings and head.
 
     Returns:
-        Names of the frozen parameters, with all names of tied ones.
+        Names of the frozen parameters, without wrappers; a tied one has several.
 
     Raises:
         UnsupportedError: The model lacks a part, or no parameter would be trained.
@@ -48,7 +48,7 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
 
 
 def _find_roots(model: nn.Module, part: str) -> list[str]:
-    """Return the names of the modules that make up a part; "" is the whole model."""
+    """Return the names of the modules that make up a part; "" is the whole model. Empty if the model lacks the part."""
     groups = {group: [layer.name for layer in layers] for group, layers in layer_groups(model).items()}
     if part in _TOWERS:
         others = [name for group, names in groups.items() if group != part for name in names]
@@ -74,7 +74,7 @@ def _find_outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _find_token_embeddings(model: nn.Module, towers: Collection[str]) -> list[str]:
-    """Return every token embedding outside of towers: the one for `input_ids` and those of equal size."""
+    """Return the names of the token embeddings outside of towers: that of `input_ids` and those of equal vocabulary."""
     input_embeddings = model.get_input_embeddings()
     names = []
     for name, module in model.named_modules():

@@ -13,7 +13,10 @@ from ckptx.runtime.training.recipe import OptimizerBlock, ScheduleBlock
 
 
 def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Return Adam or AdamW over the trained parameters; without foreach, which cannot mix DTensors with tensors."""
+    """Return Adam or AdamW over the parameters that require gradients.
+
+    Without foreach, which cannot mix DTensors with plain tensors.
+    """
     cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[block.name]
     trained = [each for each in parameters if each.requires_grad]
     beta1, beta2 = block.betas
@@ -35,7 +38,7 @@ def make_scheduler(block: ScheduleBlock, optimizer: torch.optim.Optimizer, total
 
 
 def compute_lr_factor(block: ScheduleBlock, step: int, total_steps: int, lr: float) -> float:
-    """Return the factor of the maximum learning rate in the step after `step` steps."""
+    """Return the learning rate of the step after `step` completed steps, divided by the maximum learning rate `lr`."""
     if step < block.warmup_steps:
         return (step + 1) / (block.warmup_steps + 1)
     if block.decay == "constant":

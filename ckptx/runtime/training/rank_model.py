@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ckptx.architecture.lookup import find_architecture
+from ckptx.architecture.run_support import check_run_support
 from ckptx.formats.hf.reader import read_json
 from ckptx.model_view.sharder import read_plan
 from ckptx.runtime.checkpointing.load import load
@@ -24,7 +25,7 @@ from ckptx.runtime.parallel.pipeline.pipeline import Pipeline
 from ckptx.runtime.parallel.pipeline.plan import BoundaryFinder, PipelinePlan, find_boundaries_on_rank_0, plan_pipeline
 from ckptx.runtime.parallel.release import free_storage
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
-from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.training.dropout_config import set_dropout
 from ckptx.runtime.training.freeze import freeze
@@ -40,9 +41,9 @@ class RankModel:
         layouts: TP layout of each model; None without TP.
         mesh: Mesh of all ranks.
         pipeline_plan: Plan of the pipeline; None without one.
-        pipeline: Pipeline that runs the stages; None before `connect_pipeline`, or without one.
+        pipeline: Pipeline that runs the stages; None before `connect_pipeline`, or without a pipeline.
         frozen_names: Names of the parameters that are not trained, as in the whole model.
-        wrapped_layers: Number of layers of this rank that recompute activations.
+        checkpointed_layer_count: Number of layers of this rank that recompute activations.
     """
 
     stages: dict[int, nn.Module]
@@ -51,7 +52,7 @@ class RankModel:
     pipeline_plan: PipelinePlan | None
     pipeline: Pipeline | None
     frozen_names: frozenset[str]
-    wrapped_layers: int
+    checkpointed_layer_count: int
 
     @property
     def models(self) -> list[nn.Module]:
@@ -70,11 +71,15 @@ class RankModel:
                 yield self.full_name(canonical_name(name)), parameter
 
     def full_name(self, name: str) -> str:
-        """Return the name in the whole model of a parameter of a stage."""
+        """Return the first name in the whole model of a parameter, given its first name on a stage."""
         return self.pipeline_plan.names_of_copies.get(name, name) if self.pipeline_plan is not None else name
 
     def load(self, path: Path) -> None:
-        """Load parameters and buffers from a checkpoint of any layout."""
+        """Load parameters and buffers from a checkpoint of any layout.
+
+        Raises:
+            InputError, UnsupportedError: See `ckptx.runtime.checkpointing.load.load`.
+        """
         for model, layout in zip(self.models, self.layouts, strict=True):
             load(model, path, regions=layout.local_regions if layout is not None else None)
 
@@ -121,7 +126,7 @@ def build_rank_model_on_meta(
         source: Checkpoint whose config is used.
         rank_context: Context of this rank.
         layout: Mesh to use in place of the recipe's; None for the recipe's.
-        find_boundaries: Finds the values that travel between stages; see `plan_pipeline_of_stacks`.
+        find_boundaries: Finds the values that stages send each other; see `plan_pipeline`.
 
     Raises:
         UnsupportedError, UsageError: See `build_rank_model`.
@@ -137,10 +142,10 @@ def build_rank_model_on_meta(
         attn_implementation=recipe.model.attn_implementation or "sdpa",
         edit_config=lambda each: set_dropout(each, dropout) if dropout is not None else None,
     ).train()
-    trusted_code = source if recipe.model.trust_remote_code else None
-    architecture = find_architecture(config, config_dir=trusted_code, trust_remote_code=trusted_code is not None)
+    custom_code_dir = source if recipe.model.trust_remote_code else None
+    architecture = find_architecture(config, config_dir=custom_code_dir, trust_remote_code=custom_code_dir is not None)
     if architecture is not None:
-        check_heads(config, layout.tp, architecture)
+        check_run_support(config, architecture, layout.tp, layout.pp)
     frozen = freeze(whole_model, recipe.model.freeze)
     user_plan = None if layout.tp_plan is None else dict(read_plan(layout.tp_plan))
     plan = find_plan(whole_model, config, user_plan) if layout.tp > 1 else None
@@ -154,12 +159,12 @@ def build_rank_model_on_meta(
             schedule=layout.schedule,
             split=layout.pp_split,
             activation_checkpointing=layout.activation_checkpointing,
-            batches=_make_small_batches,
+            make_batches=_make_small_batches,
             find_boundaries=find_boundaries,
-            trusted_code=trusted_code,
+            custom_code_dir=custom_code_dir,
         )
         stages = pipeline_plan.models(whole_model, mesh)
-    layouts, wrapped_layers = [], 0
+    layouts, checkpointed_layer_count = [], 0
     for model in stages.values():
         parallelized = parallelize(
             model,
@@ -170,8 +175,8 @@ def build_rank_model_on_meta(
             mixed_precision=_make_mixed_precision_policy(recipe, layout),
         )
         layouts.append(parallelized.layout)
-        wrapped_layers += parallelized.wrapped_layers
-    return RankModel(stages, layouts, mesh, pipeline_plan, None, frozen, wrapped_layers)
+        checkpointed_layer_count += parallelized.checkpointed_layer_count
+    return RankModel(stages, layouts, mesh, pipeline_plan, None, frozen, checkpointed_layer_count)
 
 
 def connect_pipeline(rank_model: RankModel) -> None:
@@ -181,21 +186,21 @@ def connect_pipeline(rank_model: RankModel) -> None:
 
 
 def make_mixed_inputs(rank_model: RankModel) -> MixedInputs | None:
-    """Return support for images on some data-parallel ranks only; None with a pipeline, which has its own."""
+    """Return the support for images on only some data-parallel ranks; None for a pipeline, which includes it."""
     return MixedInputs(rank_model.models[0]) if rank_model.pipeline_plan is None else None
 
 
 def _make_mixed_precision_policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
     """Return the mixed-precision policy of FSDP2; None if it casts nothing."""
-    if layout.param_dtype is None and layout.reduce_dtype is None:
+    if layout.reduction_dtype is None:
         return None
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, layout.param_dtype or recipe.model.dtype),
-        reduce_dtype=getattr(torch, layout.reduce_dtype or recipe.model.dtype),
+        reduce_dtype=getattr(torch, layout.reduction_dtype),
     )
 
 
-def _make_small_batches(small: nn.Module) -> Sequence[dict[str, Tensor]]:
-    """Return arguments of all kinds in the data for a small model of the class, without and with padding."""
-    config = {**small.config.to_dict(), "architectures": small.config.architectures}
+def _make_small_batches(small_model: nn.Module) -> Sequence[dict[str, Tensor]]:
+    """Return batches for a small model of the class with all inputs that it takes, without and with padding."""
+    config = {**small_model.config.to_dict(), "architectures": small_model.config.architectures}
     return [make_inputs(config, batch_size=2, seed=int(padded), is_padded=padded).batch for padded in (False, True)]

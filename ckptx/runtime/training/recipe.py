@@ -32,7 +32,7 @@ class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
             the same kinds in the same order.
         shrunk_from: Keys of config.json to use as the base of `shrunk`, so that nothing is downloaded; if empty, the
             config of `pretrained` is used. They have no effect without `shrunk`. `config` overrides them.
-        dtype: Dtype of the parameters: float32 or bfloat16.
+        dtype: Dtype of the parameters: float32 or bfloat16, written in full; a recipe does not accept bf16.
         attn_implementation: Attention implementation, such as eager or sdpa; null for the default of transformers.
         freeze: Parts of the model that are not trained.
         trust_remote_code: Allow custom model code from the checkpoint.
@@ -80,7 +80,7 @@ class TrainingBlock(RecipeBlock, kw_only=True, frozen=True):
         microbatch: Samples per microbatch of the pipeline.
         seed: Seed of the random number generators and of the data order.
         dropout: Probability of all kinds of dropout in the config; null keeps the values of the config.
-        clip: Maximum norm of all gradients; null disables clipping.
+        clip: Maximum global gradient norm; null disables clipping.
     """
 
     steps: int = 6
@@ -127,7 +127,7 @@ class ScheduleBlock(RecipeBlock, kw_only=True, frozen=True):
 
 
 class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
-    """Device mesh and parallelism, as in `ckptx verify --run`.
+    """Layout of the model: mesh, pipeline and activation checkpointing, as in `ckptx verify --run`.
 
     Attributes:
         tp: Number of tensor-parallel ranks.
@@ -137,11 +137,11 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
         dp_replicate: Number of replicas of the sharded model.
         pp_split: Assignment of layers to stages: even, vllm, torchtitan, hf, or a comma-separated list of counts.
         tp_plan: JSON file with tensor-parallel rules, as for `--tp-plan`; null for the plan of the model.
-        schedule: Pipeline schedule.
+        schedule: Pipeline schedule, as for `--schedule`; the top-level block `schedule` is that of the learning rate.
         activation_checkpointing: Parts of a layer that are recomputed in the backward pass.
         ac_scope: Layers to which activation checkpointing applies.
         param_dtype: Dtype of the computation under FSDP2; null for the dtype of the parameters.
-        reduce_dtype: Dtype of gradient reduction under FSDP2; null for the dtype of the parameters.
+        reduce_dtype: Dtype of gradient reduction under FSDP2; null for `param_dtype`.
     """
 
     tp: int = 1
@@ -157,6 +157,11 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
 
     @property
+    def reduction_dtype(self) -> str | None:
+        """Dtype of gradient reduction, as FSDP2 chooses it; None for the dtype of the parameters."""
+        return self.reduce_dtype or self.param_dtype
+
+    @property
     def dims(self) -> ParallelDims:
         """Mesh dimensions; requires a known `dp_shard`, which `recipe_file` fills in."""
         return ParallelDims(
@@ -170,7 +175,7 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         asynchronous: Write in the background, while the next steps run.
-        keep: Number of published checkpoints to keep; null keeps all.
+        keep: Number of complete checkpoints to keep, the newest ones; null keeps all.
     """
 
     asynchronous: bool = False
@@ -183,14 +188,15 @@ class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
     Attributes:
         command: Command to run; it is split like shell words, but no shell runs it. `{steps}` is the step at which it
             stops; `{total_steps}` the step at which its schedule ends; `{save_at}` the step after which it saves;
-            `{out}` the output directory; `{resume}` the checkpoint to resume from, see `resume`; `{python}` the
+            `{out}` the output directory; `{resume}` the text of `resume` when it resumes, else nothing; `{python}` the
             interpreter of this process; `{recipe}` the directory of the recipe.
-        resume: Value of `{resume}` when the trainer resumes from `{checkpoint}`; empty when it starts.
+        resume: Text for `{resume}` in the command when the trainer resumes; `{checkpoint}` in it is the path of the
+            checkpoint to resume from.
         checkpoint: Path of the checkpoint of step `{step}`, relative to `{out}`. `{step:07d}` is padded with zeros to 7
             digits, as in Megatron's `iter_{step:07d}`; step numbers in all keys support such a format.
         losses: Path of the losses, relative to `{out}`: a JSON lines file, a text file for `pattern`, a directory of
             TensorBoard files, or a trainer_state.json; `{steps}` is as in `command`. The output of the command is in
-            output.log of that directory.
+            `{out}/output.log`.
         losses_kind: Format of the losses.
         pattern: Regular expression with groups `step` and `loss`.
         step_key: Key of the step in JSON lines.
@@ -217,7 +223,7 @@ class ChecksBlock(RecipeBlock, kw_only=True, frozen=True):
     """Checks of `ckptx robustness`.
 
     Attributes:
-        layouts: Other meshes to which checkpoints are resharded.
+        layouts: Other layouts for which checkpoints are resharded.
         sharded: Require parameters to be sharded (true) or not (false); null for no requirement.
         loss_noise_factor: Tolerance of losses, as a multiple of the measured noise.
         logits_noise_factor: Tolerance of logits, as a multiple of the measured noise.

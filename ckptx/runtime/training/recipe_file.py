@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ckptx.errors import UsageError
+from ckptx.options.recipes import RECIPES_DIR, list_shipped_recipes
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, RecipeKeys
 from ckptx.runtime.training.recipe_schema import DescribeSubject, decode, describe_value
 from ckptx.runtime.training.sizes import check_sizes, fill_dp_shard
@@ -17,14 +18,8 @@ from ckptx.runtime.training.yaml_text import parse_yaml
 from ckptx.untrusted.printable import one_line
 from ckptx.untrusted.remote_name import refuse_remote
 
-RECIPES_DIR = Path(__file__).parent / "recipes"
 _ENDINGS = (".yaml", ".yml")
 _MAX_BYTES = 1 << 20
-
-
-def list_shipped_recipes() -> tuple[str, ...]:
-    """Return the names of the recipes that come with ckptx."""
-    return tuple(sorted(each.stem for each in RECIPES_DIR.glob("*.yaml")))
 
 
 def find_recipe(name_or_file: str | Path) -> Path:
@@ -70,7 +65,8 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
             own layout; one that requires more ranks gets a `dp_shard` of 1.
 
     Raises:
-        UsageError: A key is unknown, a value has another type, or the sizes are invalid together.
+        UsageError: There is no such recipe, it cannot be read, a key is unknown, a value has another type, or the sizes
+            are invalid together.
         UnsupportedError: The schedule is not supported with this layout, or a path is a URL.
     """
     path = find_recipe(name_or_file)
@@ -117,9 +113,13 @@ def _complete_and_check(recipe: Recipe, subject: DescribeSubject, world_size: in
 
 
 def _find_world_size(layout: LayoutBlock, ranks: int) -> int | None:
-    """Return the number of ranks that determines `dp_shard` of a layout of `checks`; None if it is given or 1."""
-    needed = layout.tp * layout.pp * layout.dp_replicate
-    return None if layout.dp_shard is not None or needed > ranks else ranks
+    """Return the number of ranks that determines `dp_shard` of a layout of `checks`.
+
+    Returns:
+        None if `dp_shard` is given, or if tp x pp x dp_replicate exceeds `ranks`, so that it becomes 1.
+    """
+    others = layout.tp * layout.pp * layout.dp_replicate
+    return None if layout.dp_shard is not None or others > ranks else ranks
 
 
 def _read_text(path: Path) -> str:
@@ -137,7 +137,7 @@ def _read_text(path: Path) -> str:
 
 
 def _apply_override(values: dict[str, Any], option: str, override_by_key: dict[str, str]) -> None:
-    """Apply one change, in place.
+    """Apply one change, in place, and record it in `override_by_key` by the path of its key.
 
     Raises:
         UsageError: It has no key and value, or its path leads through a value that is not a mapping.

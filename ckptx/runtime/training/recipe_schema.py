@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,7 +18,6 @@ from ckptx.errors import UsageError
 from ckptx.untrusted.printable import one_line
 
 B = TypeVar("B", bound=msgspec.Struct)
-DescribeSubject = Callable[..., str]  # returns the option that sets a key, or the file that contains it
 
 _TYPE_DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
 _PLURAL_DESCRIPTIONS = {int: "integers", float: "numbers", str: "strings"}
@@ -26,6 +25,17 @@ _PLURAL_DESCRIPTIONS = {int: "integers", float: "numbers", str: "strings"}
 # so that there always is a path, and no text of the file can be mistaken for it.
 _ERROR_PATH = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
 _PATH_PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+
+
+class DescribeSubject(Protocol):
+    """Function that returns the subject of an error about keys of a recipe."""
+
+    def __call__(self, *keys: str) -> str:
+        """Return the option that sets one of the keys, a parent or a child of it; else the file of the recipe.
+
+        Args:
+            keys: Paths of the keys that the error is about; the first that an option sets determines the result.
+        """
 
 
 class _InvalidValue(NamedTuple):
@@ -48,7 +58,7 @@ def decode(values: Any, block: type[B], subject: DescribeSubject) -> B:
     Args:
         values: The content of the YAML file.
         block: The class of the block.
-        subject: Returns the subject of an error from the path of a key.
+        subject: Returns the subject of an error about keys.
 
     Raises:
         UsageError: A key is unknown or missing, or its value is of another type than its field.
@@ -63,15 +73,24 @@ def decode(values: Any, block: type[B], subject: DescribeSubject) -> B:
 
 
 def unknown_name_error(name: str, known: Collection[str], subject: str, advice: str = "") -> UsageError:
-    """Return the error for an unknown name, with the closest known one, else with `advice` or all known names."""
+    """Return the error for an unknown name.
+
+    Args:
+        name: The unknown name.
+        known: All valid names.
+        subject: Subject of the error, which includes the name.
+        advice: Next step if no valid name is similar; empty to list all valid names.
+    """
     close_names = difflib.get_close_matches(str(name), known, 1, 0.6)
-    default_advice = advice or f"use one of {', '.join(known)}"
-    suggestion = f'did you mean "{close_names[0]}"?' if close_names else default_advice
-    return UsageError(f"{subject}: is unknown; {suggestion}")
+    if close_names:
+        next_step = f'did you mean "{close_names[0]}"?'
+    else:
+        next_step = advice or f"use one of {', '.join(known)}"
+    return UsageError(f"{subject}: is unknown; {next_step}")
 
 
 def describe_type(hint: Any) -> str:
-    """Describe the values of a type."""
+    """Return the values of a type in words, for an error: "an integer or null", or the values of a Literal."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(map(describe_type, arguments))
@@ -105,7 +124,13 @@ def describe_value(value: Any) -> str:
 
 
 def _locate_invalid_value(path: str, value: Any, hint: Any) -> _InvalidValue:
-    """Follow a path of msgspec to the value it refused."""
+    """Return the value that msgspec refused.
+
+    Args:
+        path: Path from the error of msgspec, without keys of mappings.
+        value: The decoded content of the file.
+        hint: The type that it was converted to.
+    """
     key_path = ""
     for part in _PATH_PART.finditer(path):
         hint = _without_null(hint)
@@ -132,9 +157,9 @@ def _is_valid(value: Any, hint: Any) -> bool:
 
 def _invalid_value_error(invalid: _InvalidValue, subject: DescribeSubject) -> UsageError:
     """Return the error for an invalid value."""
-    block = _without_null(invalid.hint)
-    if is_block(block) and isinstance(invalid.value, Mapping):
-        fields = {each.name: each for each in msgspec.structs.fields(block)}
+    non_null_hint = _without_null(invalid.hint)
+    if is_block(non_null_hint) and isinstance(invalid.value, Mapping):
+        fields = {each.name: each for each in msgspec.structs.fields(non_null_hint)}
         prefix = f"{invalid.path}." if invalid.path else ""
         for key in invalid.value:
             if key not in fields:
@@ -147,10 +172,10 @@ def _invalid_value_error(invalid: _InvalidValue, subject: DescribeSubject) -> Us
         )
     where = f"{one_line(invalid.path, 200)}: " if invalid.path else ""
     advice = "correct it"
-    if get_origin(block) is Literal:
-        close_values = difflib.get_close_matches(str(invalid.value), get_args(block), 1, 0.6)
+    if get_origin(non_null_hint) is Literal:
+        close_values = difflib.get_close_matches(str(invalid.value), get_args(non_null_hint), 1, 0.6)
         advice = f'did you mean "{close_values[0]}"?' if close_values else "use one of them"
-    expected = describe_type(block if get_origin(block) is Literal else invalid.hint)
+    expected = describe_type(non_null_hint if get_origin(non_null_hint) is Literal else invalid.hint)
     return UsageError(
         f"{subject(invalid.path)}: {where}expected {expected}, found {describe_value(invalid.value)}; {advice}"
     )

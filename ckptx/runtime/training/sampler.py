@@ -38,9 +38,10 @@ class Sampler:
         Raises:
             UsageError: The dataset or the batch is empty.
         """
-        for name, value in (("length", length), ("global_batch", global_batch)):
-            if value < 1:
-                raise UsageError(f"sampler: {name} is {value} and must be 1 or more; use more samples")
+        if length < 1:
+            raise UsageError(f"sampler: length is {length} and must be 1 or more; use more samples")
+        if global_batch < 1:
+            raise UsageError(f"sampler: global_batch is {global_batch} and must be 1 or more; increase global_batch")
         self.samples_seen = 0
         self._length, self._seed, self._global_batch = length, seed, global_batch
         self._order: tuple[int, list[int]] | None = None
@@ -87,14 +88,20 @@ class Sampler:
 
 
 def split_over_ranks(indices: Sequence[T], index: int, count: int) -> Sequence[T]:
-    """Return the contiguous share of data-parallel rank `index` of `count`; all shares have the same size.
+    """Return the samples of one data-parallel rank: a contiguous slice, of the same size for every rank.
+
+    Args:
+        indices: Samples of a step, in global order.
+        index: Index of the data-parallel rank.
+        count: Number of data-parallel ranks.
 
     Raises:
         UsageError: The samples cannot be divided evenly.
     """
     if len(indices) % count:
         raise UsageError(
-            f"sampler: {len(indices)} samples cannot be split over {count} data-parallel ranks; use a multiple as batch"
+            f"sampler: {len(indices)} samples cannot be split over {count} data-parallel ranks; set global_batch to a "
+            f"multiple of {count}"
         )
     size = len(indices) // count
     return indices[index * size : (index + 1) * size]

@@ -1,7 +1,7 @@
-"""Samples of questions with answers: public datasets by their ids, and synthetic ones with the same columns.
+"""Samples of questions with answers: public datasets by their ids, and synthetic samples with the same columns.
 
-squad     id, title, context, question, answers {text, answer_start}       also made by synthetic_text
-medpix    image_id, mode, case_id, question, answer                        also made by synthetic_images
+squad     id, title, context, question, answers {text, answer_start}       synthetic samples: synthetic_text
+medpix    image_id, mode, case_id, question, answer                        synthetic samples: synthetic_images
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptx.errors import InputError, UsageError, missing_package
 from ckptx.runtime.training.recipe import DataBlock
 from ckptx.untrusted.printable import one_line
 
-Row = Mapping[str, Any]
+RawSample = Mapping[str, Any]  # a row of a dataset: values by column
 
 _HUB_IDS = {"squad": "rajpurkar/squad", "medpix": "mmoukouba/MedPix-VQA"}
 _SYNTHETIC_NAMES = {"squad": "synthetic_text", "medpix": "synthetic_images"}
@@ -37,7 +37,8 @@ class QuestionExample(NamedTuple):
     Attributes:
         text: Question with its context.
         answer: Answer to learn.
-        image: PIL image, or uint8 tensor (3, height, width); None for a text-only question.
+        image: PIL image, uint8 tensor (3, height, width), or mapping with the encoded `bytes` of an image; None for a
+            text-only question.
     """
 
     text: str
@@ -45,15 +46,15 @@ class QuestionExample(NamedTuple):
     image: Any = None
 
 
-def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
-    """Return the samples of a dataset.
+def open_raw_samples(data: DataBlock, seed: int) -> Sequence[RawSample]:
+    """Return the samples of a public or synthetic dataset, which are read or made when they are indexed.
 
     Args:
         data: Data block of the recipe.
         seed: Seed of synthetic samples.
 
     Raises:
-        InputError: The dataset is unavailable, or has other columns.
+        InputError: The dataset is unavailable or empty, or has other columns.
         EnvironmentProblem: The package `datasets` is missing.
         UsageError: A path is given for synthetic samples.
     """
@@ -62,23 +63,23 @@ def open_rows(data: DataBlock, seed: int) -> Sequence[Row]:
     if data.path is not None:
         raise UsageError(
             f"data.path is {one_line(data.path)}, but data.dataset {data.dataset} is synthetic and has no path; leave "
-            "it out, or set another data set"
+            "it out, or set another data.dataset"
         )
     return SyntheticSamples(data.dataset == "synthetic_images", data.samples or _DEFAULT_SAMPLES, seed)
 
 
-def to_question(row: Row) -> QuestionExample:
-    """Convert a sample of either kind to a question."""
-    if "answers" in row:
-        answers = row["answers"]["text"]
-        return QuestionExample(f"{row['context']} {row['question']}", answers[0] if answers else "")
-    return QuestionExample(str(row["question"]), str(row["answer"]).strip(), row["image_id"])
+def make_question(sample: RawSample) -> QuestionExample:
+    """Return the question of a sample with the columns of squad or medpix; squad's first answer, "" if it has none."""
+    if "answers" in sample:
+        answers = sample["answers"]["text"]
+        return QuestionExample(f"{sample['context']} {sample['question']}", answers[0] if answers else "")
+    return QuestionExample(str(sample["question"]), str(sample["answer"]).strip(), sample["image_id"])
 
 
 # --------------------------------------------------------------------------------------------------------------- public
 
 
-def _open_public(data: DataBlock) -> Sequence[Row]:
+def _open_public(data: DataBlock) -> Sequence[RawSample]:
     location = data.path or _HUB_IDS[data.dataset]
     try:
         import datasets
@@ -91,7 +92,7 @@ def _open_public(data: DataBlock) -> Sequence[Row]:
             dataset = datasets.load_dataset(location, split=data.split)
     except Exception as error:  # errors of datasets, pyarrow, the Hub or the network
         raise InputError(
-            f"{one_line(location)}: the data set cannot be read: {type(error).__name__}: "
+            f"{one_line(location)}: the dataset cannot be read: {type(error).__name__}: "
             f"{one_line((str(error).splitlines() or ['no reason'])[0], 300)}; set data.path, or use synthetic samples "
             f"with the same columns: --set data.dataset={_SYNTHETIC_NAMES[data.dataset]}"
         ) from error
@@ -99,18 +100,20 @@ def _open_public(data: DataBlock) -> Sequence[Row]:
     if missing_columns:
         raise InputError(
             f"{one_line(location)}: has columns {', '.join(map(one_line, dataset.column_names))}, but lacks "
-            f"{', '.join(missing_columns)} of {_HUB_IDS[data.dataset]}; use another data set"
+            f"{', '.join(missing_columns)} of {_HUB_IDS[data.dataset]}; use another dataset"
         )
-    rows: Sequence[Row] = dataset if data.samples is None else dataset.select(range(min(data.samples, len(dataset))))
-    if not len(rows):
+    samples: Sequence[RawSample] = dataset
+    if data.samples is not None:
+        samples = dataset.select(range(min(data.samples, len(dataset))))
+    if not len(samples):
         raise InputError(f"{one_line(location)}: split {data.split} is empty; set another data.split")
-    return rows
+    return samples
 
 
 # ------------------------------------------------------------------------------------------------------------ synthetic
 
 
-class SyntheticSamples(Sequence[Row]):
+class SyntheticSamples(Sequence[RawSample]):
     """Synthetic samples that depend on a seed and their index only; each fits into 32 bytes with its answer."""
 
     def __init__(self, has_images: bool, length: int, seed: int) -> None:
@@ -120,25 +123,25 @@ class SyntheticSamples(Sequence[Row]):
         return self._length
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> RawSample: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: slice) -> Sequence[RawSample]: ...
 
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: int | slice) -> RawSample | Sequence[RawSample]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self._length))]
         if not 0 <= index < self._length:
             raise IndexError(index)
         rng = random.Random(f"{self._seed} {index}")
-        return _make_image_row(rng, index) if self._has_images else _make_text_row(rng, index)
+        return _make_image_sample(rng, index) if self._has_images else _make_text_sample(rng, index)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[RawSample]:
         return (self[each] for each in range(self._length))
 
 
-def _make_text_row(rng: random.Random, index: int) -> Row:
-    """Make a few names with numbers, and ask for one of the numbers."""
+def _make_text_sample(rng: random.Random, index: int) -> RawSample:
+    """Return a sample with a few names and numbers, and a question for one of the numbers."""
     names = rng.sample("abcdefghijklmnopqrstuvwxyz", 2 + index % 2)
     facts = [f"{name}={rng.randrange(100)}" for name in names]
     fact = rng.choice(facts)
@@ -149,8 +152,8 @@ def _make_text_row(rng: random.Random, index: int) -> Row:
     }  # fmt: skip
 
 
-def _make_image_row(rng: random.Random, index: int) -> Row:
-    """Make a picture of one color with a lighter corner, and ask for the color."""
+def _make_image_sample(rng: random.Random, index: int) -> RawSample:
+    """Return a sample with an image of one color with a lighter corner, and a question for the color."""
     color = rng.choice(sorted(_COLORS))
     image = torch.tensor(_COLORS[color], dtype=torch.uint8)[:, None, None].repeat(1, _IMAGE_SIZE, _IMAGE_SIZE)
     size = rng.randrange(2, _IMAGE_SIZE // 2)

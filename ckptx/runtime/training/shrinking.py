@@ -1,6 +1,6 @@
 """Shrink the config of a large model to one that a CPU can train: few narrow layers and a vocabulary of bytes.
 
-The layers that stay are a prefix that has every kind of layer:
+The layers that are kept are a prefix with every kind of layer:
 
     sliding x 5, full, sliding x 5, full, ...   60 layers     sliding x 5, full     6 layers
     one kind                                    40 layers                           4 layers
@@ -31,23 +31,25 @@ Values = dict[str, Any]
 
 
 def reduce_layers(values: Values, config: PreTrainedConfig, user_keys: Mapping[str, Any]) -> Values:
-    """Return keys of config.json with few layers in each part.
+    """Return a copy of a config.json with fewer layers in the config and in each nested one.
+
+    A config keeps its layers if some share keys and values, or if a list in it names layers that would be removed.
 
     Args:
-        values: Keys of config.json.
-        config: Config that their class builds from them, with its defaults.
+        values: Keys and values of config.json.
+        config: Config object that the class builds from them, with its defaults.
         user_keys: Keys set by the user, nested like `values`; numbers of layers among them are kept.
     """
     reduced = copy.deepcopy(values)
-    for path, part in _iter_configs_with_paths(config):
-        count = vars(part).get(_LAYER_COUNT_KEY)
+    for path, nested_config in _iter_configs_with_paths(config):
+        count = vars(nested_config).get(_LAYER_COUNT_KEY)
         if (
             not isinstance(count, int)
-            or bool(vars(part).get(_SHARED_LAYERS_KEY))
+            or bool(vars(nested_config).get(_SHARED_LAYERS_KEY))
             or _LAYER_COUNT_KEY in _find_nested(user_keys, path)
         ):
             continue
-        layer_count = _find_layer_count(part, count)
+        layer_count = _find_layer_count(nested_config, count)
         target = reduced
         for key in path:
             target = target.setdefault(key, {})
@@ -69,13 +71,13 @@ def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
     """Return a copy with narrow layers and a small vocabulary.
 
     Raises:
-        UnsupportedError: No such config can be built and run; see `tiny_config`.
+        UnsupportedError: See `tiny_config`.
     """
     small_config = copy.deepcopy(config)
     new_ids = {old: new for new, old in enumerate(sorted(find_token_ids(small_config)))}
     vocabulary_size = -(-(len(new_ids) + BYTE_VOCABULARY_SIZE) // 64) * 64
-    for part in iter_configs(small_config):
-        values = vars(part)
+    for nested_config in iter_configs(small_config):
+        values = vars(nested_config)
         for key, value in values.items():
             if key.endswith(("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id")):
                 values[key] = (
@@ -89,7 +91,7 @@ def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
 
 
 def _iter_configs_with_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield a config and its nested configs, each with its path of keys."""
+    """Yield (path of keys, config) for a config, whose path is (), and each nested config."""
     yield path, config
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -103,17 +105,17 @@ def _find_nested(values: Any, path: tuple[str, ...]) -> Values:
     return values if isinstance(values, dict) else {}
 
 
-def _find_layer_count(part: Any, count: int) -> int:
-    """Return the length of the shortest prefix that has all kinds of layers and a minimum number of them."""
-    min_layers = _MIN_LAYERS if isinstance(vars(part).get("vocab_size"), int) else _MIN_TOWER_LAYERS
+def _find_layer_count(config: Any, count: int) -> int:
+    """Return the length of the shortest prefix of `count` layers that has all kinds of layers, and a minimum number."""
+    min_layers = _MIN_LAYERS if isinstance(vars(config).get("vocab_size"), int) else _MIN_TOWER_LAYERS
     for key in _LAYER_TYPE_KEYS:
-        kinds = vars(part).get(key)
+        kinds = vars(config).get(key)
         if isinstance(kinds, list | tuple) and len(kinds) == count:
             min_layers = max(min_layers, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
     return min(count, min_layers)
 
 
 def _refers_to_removed_layers(value: list[Any], layer_count: int, count: int) -> bool:
-    """Return True if a list has numbers of layers some of which would be removed."""
+    """Return True if a list looks like layer indices, of which some would be removed; one value per layer does not."""
     are_integers = all(isinstance(each, int) for each in value)
     return are_integers and len(value) != count and any(layer_count <= each < count for each in value)

@@ -28,7 +28,7 @@ def fill_dp_shard(
     Args:
         layout: Layout of a recipe.
         world_size: Number of ranks; None if unknown, in which case a missing `dp_shard` becomes 1.
-        subject: Returns the subject of an error from the path of a key.
+        subject: Returns the subject of an error about keys.
         path: Path of the layout in the recipe.
 
     Raises:
@@ -58,11 +58,11 @@ def fill_dp_shard(
 
 
 def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
-    """Refuse invalid sizes and combinations of sizes.
+    """Refuse invalid sizes and combinations of sizes; for a custom trainer, batches and stages are not checked.
 
     Args:
         recipe: Recipe with a known number of data-parallel ranks.
-        subject: Returns the subject of an error from the path of a key.
+        subject: Returns the subject of an error about keys.
 
     Returns:
         Notes for the user about a valid recipe.
@@ -78,7 +78,7 @@ def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
         return ()
     notes: list[str] = []
     layouts = [("layout", recipe.layout)]
-    layouts += [(f"checks.layouts[{at}]", each) for at, each in enumerate(recipe.checks.layouts)]
+    layouts += [(f"checks.layouts[{index}]", each) for index, each in enumerate(recipe.checks.layouts)]
     for path, layout in layouts:
         _check_batches(recipe.training, layout, path, subject)
         notes += _check_stages(recipe.training, layout, path, subject)
@@ -86,10 +86,11 @@ def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
 
 
 def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
-    """Yield the path, value and bound of each number out of its bounds."""
+    """Yield (path of the key, value, description of the bounds) for each value out of its bounds."""
     training, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
-    betas = [(f"optimizer.betas[{at}]", each) for at, each in enumerate(optimizer.betas)]
-    rows: list[tuple[str, float | None, float, float | None]] = [
+    betas = [(f"optimizer.betas[{index}]", each) for index, each in enumerate(optimizer.betas)]
+    # path of the key, value, minimum, maximum (None: no maximum)
+    bounded_values: list[tuple[str, float | None, float, float | None]] = [
         ("data.samples", recipe.data.samples, 1, None),
         ("data.sequence_length", recipe.data.sequence_length, 2, None),
         ("training.steps", training.steps, 1, None),
@@ -109,7 +110,7 @@ def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
         ("checks.loss_noise_factor", recipe.checks.loss_noise_factor, 1, None),
         ("checks.logits_noise_factor", recipe.checks.logits_noise_factor, 1, None),
     ]
-    for path, value, minimum, maximum in rows:
+    for path, value, minimum, maximum in bounded_values:
         if value is not None and not (minimum <= value and (maximum is None or value <= maximum)):
             yield path, value, f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
     if training.clip is not None and training.clip <= 0:
@@ -120,9 +121,9 @@ def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
 
 def _check_steps(recipe: Recipe, subject: DescribeSubject) -> None:
     training = recipe.training
-    for at, step in enumerate(training.save_at):
+    for index, step in enumerate(training.save_at):
         if not 1 <= step <= training.steps:
-            where = f"training.save_at[{at}]"
+            where = f"training.save_at[{index}]"
             raise UsageError(
                 f"{subject(where)}: {where} is step {step} and must be 1 to training.steps, which is {training.steps}; "
                 "correct one of them"

@@ -25,6 +25,7 @@ from ckptx.errors import CkptxError, InputError, UsageError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.hf.reader import read_json
 from ckptx.runtime.model.build import read_config, translate_build_errors
+from ckptx.runtime.model.shrink_config import iter_configs
 from ckptx.runtime.training.dropout_config import find_dropout_keys, set_dropout
 from ckptx.runtime.training.recipe import ModelBlock, Recipe
 from ckptx.runtime.training.recipe_schema import unknown_name_error
@@ -60,8 +61,10 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
 
     Raises:
         InputError: The checkpoint does not exist, or has no config.
-        UsageError: The recipe names no model, or keys that its class does not have.
+        UsageError: The recipe names no model, or keys that its class does not have, or `directory` is the checkpoint of
+            `model.pretrained`.
         UnsupportedError: The class is unknown, cannot be built, or cannot be shrunk.
+        EnvironmentProblem: A package that the class or the tokenizer requires is missing.
     """
     model, dropout = recipe.model, recipe.training.dropout
     if model.pretrained is not None and not model.shrunk:
@@ -69,11 +72,11 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
         if not model.config and dropout is None and model.attn_implementation is None:
             return root
         values = merge_config(read_json(root / _CONFIG), model.config)
-        with _attribute_errors_to_recipe(directory):
+        with _name_recipe_in_errors(directory):
             return _link_checkpoint(root, directory, values, recipe)
     values = _read_initial_config(model)
     directory.mkdir(parents=True, exist_ok=True)
-    with _attribute_errors_to_recipe(directory):
+    with _name_recipe_in_errors(directory):
         config, cls, name = _make_random_config(values, directory, recipe)
         tokenizer = make_tokenizer(config)
         with translate_build_errors(name, directory):
@@ -86,9 +89,35 @@ def prepare_source(recipe: Recipe, directory: Path) -> Path:
     return directory
 
 
+def write_shrunk_config(recipe: Recipe, directory: Path) -> Path:
+    """Write the config.json of the small model that a recipe with `shrunk: true` trains, without its weights.
+
+    Args:
+        recipe: Recipe with `model.shrunk`.
+        directory: Directory to write to; created if necessary.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CkptxError: See `prepare_source`.
+    """
+    values = _read_initial_config(recipe.model)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _name_recipe_in_errors(directory):
+        config, _, name = _make_random_config(values, directory, recipe)
+        make_tokenizer(config)  # sets ids of special tokens that the config lacks
+    config.architectures = [name]
+    for each in iter_configs(config):
+        each.dtype = recipe.model.dtype
+    config.save_pretrained(directory)
+    _write_config(directory, _add_attn_implementation(read_json(directory / _CONFIG), recipe.model))
+    return directory
+
+
 @contextlib.contextmanager
-def _attribute_errors_to_recipe(directory: Path) -> Iterator[None]:
-    """Attribute errors about the generated config.json, a temporary file, to `model.config` of the recipe."""
+def _name_recipe_in_errors(directory: Path) -> Iterator[None]:
+    """Let errors about the generated config.json, a temporary file, name `model.config` of the recipe instead."""
     config_path = re.escape(str(directory / _CONFIG))
     try:
         yield
@@ -101,7 +130,7 @@ def _attribute_errors_to_recipe(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hide_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers for a file that is written in milliseconds."""
+    """Hide the progress bar of transformers while the generated model is written."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -125,7 +154,7 @@ def merge_config(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Value
 
 
 def _link_checkpoint(root: Path, directory: Path, values: Values, recipe: Recipe) -> Path:
-    """Create a directory with another config and links to the same weights."""
+    """Create a directory with the config of the recipe, copies of small files and links to the weights in `root`."""
     if directory.resolve() == root.resolve():
         raise UsageError(
             f"{directory}: is the checkpoint of model.pretrained, which must not be changed; choose another --out"
@@ -146,10 +175,10 @@ def _link_checkpoint(root: Path, directory: Path, values: Values, recipe: Recipe
     _refuse_unknown(recipe.model.config, config)
     if recipe.training.dropout is not None:
         for path, key in find_dropout_keys(config):
-            part = values
+            nested_values = values
             for nested_key in path:
-                part = part.setdefault(nested_key, {})
-            part[key] = recipe.training.dropout
+                nested_values = nested_values.setdefault(nested_key, {})
+            nested_values[key] = recipe.training.dropout
     _write_config(directory, _add_attn_implementation(values, recipe.model))
     return directory
 
@@ -169,7 +198,7 @@ def _add_attn_implementation(values: Values, model: ModelBlock) -> Values:
 
 
 def _read_initial_config(model: ModelBlock) -> Values:
-    """Return the initial keys of config.json."""
+    """Return the keys and values of config.json that the recipe gives, before the model is shrunk."""
     if model.shrunk and model.shrunk_from:
         return merge_config(model.shrunk_from, model.config)
     if model.pretrained is not None:
@@ -241,13 +270,13 @@ def _refuse_unknown(user_keys: Mapping[str, Any], config: Any, path: str = "mode
             raise unknown_name_error(
                 key, sorted(known), f"{path}.{key}", f"{config_class.__name__} has no such key; leave it out"
             )
-        part = vars(config).get(key)
-        if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
-            _refuse_unknown(value, part, f"{path}.{key}")
+        nested_config = vars(config).get(key)
+        if isinstance(value, Mapping) and isinstance(nested_config, PreTrainedConfig):
+            _refuse_unknown(value, nested_config, f"{path}.{key}")
 
 
 def _find_modeling_module(module: str) -> str:
-    """Return the name of the module with the models for a module with configs."""
+    """Return the name of the module with the model classes, given that of the module with the config classes."""
     package, _, name = module.rpartition(".")
     return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
@@ -263,9 +292,10 @@ def _read_source_code(module: str) -> str:
 def make_random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Return a model with random weights, none of which is all zeros, all ones or infinite; tied names stay tied.
 
-    Weights of products are drawn so that they preserve the scale of their input. Tensors that a class sets to a
-    constant, such as norms and biases, get some noise, so that a test notices if one is not saved. So do persistent
-    buffers.
+    Parameters with two or more dims (linear layers, convolutions, embeddings) are drawn with a standard deviation of
+    1/sqrt(n), where n is the size of the last dim, or with 4 dims or more the number of elements per index of the first
+    dim. Other parameters, such as norms and biases, and persistent buffers keep the values that the class sets, with
+    some noise added, so that a test notices if one is not saved.
 
     Args:
         cls: Class of the model.

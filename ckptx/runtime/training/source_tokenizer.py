@@ -31,7 +31,7 @@ def make_tokenizer(config: Any) -> Any:
     """Return a fast tokenizer for a config; missing ids for padding, begin and end are set in the config.
 
     Args:
-        config: A `PreTrainedConfig`; its text part is changed in place if it lacks one of the three.
+        config: A `PreTrainedConfig`; its text config is changed in place if it lacks one of the three.
 
     Raises:
         UsageError: The vocabulary is too small for bytes.
@@ -73,8 +73,8 @@ def _find_special_tokens(config: Any) -> dict[str, int]:
     special_tokens: dict[str, int] = {}
     known_ids: set[int] = set()
     text = config.get_text_config(decoder=True)
-    for part in (text, *iter_configs(config)):  # the text part first: it determines padding, begin and end
-        for key, value in sorted(vars(part).items()):
+    for nested_config in (text, *iter_configs(config)):  # the text config first: it determines padding, begin and end
+        for key, value in sorted(vars(nested_config).items()):
             for ending in ("_token_id", "_token_index", "_token_ids", "_bos_id", "_eos_id"):
                 if not key.endswith(ending):
                     continue

@@ -55,7 +55,7 @@ class StepMetrics:
         loss: Mean loss over the labels of the step, on all ranks.
         grad_norm: Norm of all gradients before clipping.
         lr: Learning rate of this step.
-        mem: Peak memory of this rank in GiB, of its GPU, or of the process on a CPU.
+        mem: Peak memory of this rank in GiB: tensors on its GPU, or on a CPU its whole process.
         tps: Tokens per second over all ranks, without padding.
         tps_per_gpu: Tokens per second and rank.
         num_label_tokens: Number of labels of the step, on all ranks.
@@ -85,8 +85,9 @@ class Trainer:
 
     Attributes:
         recipe: Recipe of the run.
+        rank_context: Context of this rank.
         source: Checkpoint that the run started from.
-        resumed_from: Checkpoint that the run resumed from; None if it did not.
+        resumed_from: Checkpoint that the run resumed from; None if it did not resume.
         dataset: Training data.
         data_rank: Data-parallel rank.
         rank_model: Model of this rank, or its pipeline stages.
@@ -182,7 +183,11 @@ class Trainer:
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the microbatches of this data-parallel rank for the samples of a step: model arguments and labels."""
+        """Return the microbatches of this data-parallel rank: model arguments and labels, on its device.
+
+        Args:
+            indices: Samples of the step, of all data-parallel ranks.
+        """
         training = self.recipe.training
         own_indices = split_over_ranks(indices, self.data_rank, self._data_ranks())
         size = training.microbatch if self.rank_model.pipeline_plan is not None else training.local_batch
@@ -191,7 +196,7 @@ class Trainer:
         return [{name: self._to_device(value) for name, value in each.items()} for each in microbatches]
 
     def state(self) -> dict[str, Any]:
-        """Return the state besides model and optimizer, for `save(training_state=...)`."""
+        """Return the state other than model and optimizer, for `save(training_state=...)`."""
         return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random_state)}
 
     def save(self, path: Path) -> None:
@@ -247,13 +252,13 @@ class Trainer:
         except UnsupportedError:
             seed(_derive_seed(self.recipe.training.seed, self.completed_steps), mesh)
             self.notes.append(
-                f"{path.name}: was saved with another number of data-parallel ranks or stages; random numbers are "
-                "seeded from the seed, the step and the data-parallel rank"
+                "the checkpoint was saved with another number of data-parallel ranks or stages, so its RNG state is "
+                "not restored; random numbers are seeded from the seed, the step and the data-parallel rank"
             )
         self._run_callback("resumed")
 
     def next_indices(self) -> list[int]:
-        """Return the samples of the next step on all data-parallel ranks, without advancing."""
+        """Return the indices of the samples of the next step, of all data-parallel ranks, without advancing."""
         training = self.recipe.training
         copied_sampler = Sampler(len(self.dataset), seed=training.seed, global_batch=training.global_batch)
         copied_sampler.load_state_dict(self.sampler.state_dict())
@@ -264,7 +269,14 @@ class Trainer:
         return self.microbatches(self.next_indices())
 
     def logits(self, batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor] | None:
-        """Return the full logits without dropout, as float32 on the CPU; None on ranks without the head."""
+        """Return the full logits of each batch without dropout, as float32 on the CPU; every rank calls it.
+
+        Args:
+            batches: Microbatches, with or without labels.
+
+        Returns:
+            None on a pipeline rank without the last stage.
+        """
         connect_pipeline(self.rank_model)
         models, pipeline = self.rank_model.models, self.rank_model.pipeline
         logits_list: list[Tensor] = []
@@ -301,7 +313,15 @@ class Trainer:
         self._mixed_inputs, self._callbacks = None, {}
 
     def _backward(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
-        """Run forward and backward of each microbatch; returns this rank's share of the loss of the step."""
+        """Run forward and backward of each microbatch.
+
+        Args:
+            batches: Microbatches of this data-parallel rank, with labels.
+            num_items: Divisor from `loss_divisor`.
+
+        Returns:
+            The sum of the losses. Its mean over data-parallel ranks is the loss of the step.
+        """
         model, total = self.rank_model.models[0], 0.0
         assert self._mixed_inputs is not None
         for index, batch in enumerate(batches):
@@ -313,7 +333,10 @@ class Trainer:
         return total
 
     def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
-        """Run the pipeline once per `local_batch`; returns what `_backward` does on the last stage, and 0 elsewhere."""
+        """Run the pipeline once for each `local_batch` samples.
+
+        Arguments and return value are those of `_backward`; 0 is returned on ranks without the last stage.
+        """
         assert self.rank_model.pipeline is not None
         count = self.recipe.training.local_batch // self.recipe.training.microbatch
         total = 0.0

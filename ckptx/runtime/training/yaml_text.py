@@ -74,7 +74,7 @@ def parse_yaml(text: str, subject: str) -> Any:
 
 
 def _to_value(node: Node | None) -> Any:
-    """Return the value of a node; None of an empty document. The composer bounds the depth."""
+    """Return the value of a node; None for an empty document. The composer limits the depth."""
     if node is None:
         return None
     if isinstance(node, ScalarNode):

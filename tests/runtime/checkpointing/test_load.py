@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptx
+from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.load import load, load_from
 from ckptx.runtime.checkpointing.load_report import LoadReport
@@ -251,6 +252,23 @@ def test_a_wrong_shape_is_named(copied: Path) -> None:
     changed(copied, model__norm__weight=torch.ones(33, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight" has shape \[33\], expected \[32\]'):
         loaded(copied)
+
+
+def test_a_rank_without_a_part_of_a_tensor_reads_none_of_it(copied: Path) -> None:
+    model = build_model(copied)
+    materialize(model)
+    model.model.norm.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+    report = load(model, copied, regions=lambda name: [] if name == "model.norm.weight" else None)
+    assert report.loaded_tensors["model.norm.weight"].nbytes == 0
+
+
+def test_another_number_of_dims_is_named_for_the_rectangles_of_tp(copied: Path) -> None:
+    changed(copied, model__norm__weight=torch.ones(32, 1, dtype=torch.bfloat16))
+    model = build_model(copied)
+    materialize(model)
+    regions = {"model.norm.weight": [Region((0,), (32,))]}
+    with pytest.raises(UnsupportedError, match=r'"model\.norm\.weight" has shape \[32, 1\], expected \[32\]'):
+        load(model, copied, regions=regions.get)
 
 
 def test_a_swap_of_equal_shapes_is_not_noticed_here(copied: Path) -> None:

@@ -105,7 +105,7 @@ def test_floats_are_cast_into_any_memory(source: OpenCheckpoint, tensors: dict[s
 
 @pytest.mark.parametrize("name", ["yes", "small"])
 def test_nothing_else_is_cast(source: OpenCheckpoint, name: str) -> None:
-    with pytest.raises(UnsupportedError, match="only plain floats can be cast"):
+    with pytest.raises(UnsupportedError, match="only floating-point tensors can be cast"):
         RegionReader(source.files).fill(source.tensors[name], REGIONS[0], torch.empty(SHAPE))
 
 

@@ -19,6 +19,7 @@ import ckptx
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.runtime.checkpointing.save import load_optimizer, save
+from ckptx.runtime.checkpointing.save_planner import SavePlanner, WholeObject
 from ckptx.runtime.checkpointing.stored_state import compute_digest, open_state, to_plain
 from ckptx.runtime.checkpointing.training_state import PerRank, load_training_state
 from ckptx.runtime.parallel.distributed import mesh_of
@@ -265,6 +266,26 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, where: str) -> None
     with pytest.raises(InputError, match="nothing was executed"):
         load_optimizer(torch.optim.SGD(model.parameters()), model, path)
     assert not proof.exists()
+
+
+def test_state_of_a_parameter_that_has_none_in_the_checkpoint_is_removed(tmp_path: Path) -> None:
+    state = {"model": {"weight": torch.zeros(1, 1)}, "optim": {"param_groups.weight.lr": 0.5}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    load_optimizer(optimizer, model, tmp_path / "saved")
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_an_unsupported_dtype_is_named(tmp_path: Path) -> None:
+    value = torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    state = {"w": torch.zeros(1), "value": WholeObject(value)}
+    dcp.save(state, checkpoint_id=tmp_path, planner=SavePlanner(), no_dist=True)
+    with open_state(tmp_path) as stored, pytest.raises(UnsupportedError, match="a tensor of dtype F4, which"):
+        stored.read_value("value")
 
 
 def test_damaged_and_foreign_objects_are_refused(tmp_path: Path, checkpoint: Any, hf: Path) -> None:

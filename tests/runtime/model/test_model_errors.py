@@ -79,3 +79,11 @@ def test_refusals_pass_and_memory_is_space(model: LlamaForCausalLM) -> None:
         with pytest.raises(SpaceError) as caught, translate_runtime_errors(model):
             model(IDS)
         assert str(caught.value) == f"LlamaForCausalLM: {error}; use more ranks, or a smaller batch size"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [("", "ValueError"), (" \n", "ValueError"), ("\nsecond\nthird", "second"), ("a" * 300, "a" * 200)],
+)
+def test_first_line_skips_empty_lines(message: str, expected: str) -> None:
+    assert model_errors.first_line(ValueError(message)) == expected

@@ -326,12 +326,29 @@ def injected(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 PLANTED = {
-    "a layer less": ({"num_hidden_layers": 3}, r"lacks model\.layers\.3"),
-    "another bias": ({"attention_bias": True}, r"has in addition model\.layers\.0\.self_attn\.k_proj\.bias"),
-    "tied": ({"tie_word_embeddings": True}, r"lacks lm_head\.weight, lm_head\.weight"),
+    "a layer less": ({"num_hidden_layers": 3}, r"lacks model\.layers\.3 \(class LlamaDecoderLayer\)"),
+    "another bias": (
+        {"attention_bias": True},
+        r"has in addition model\.layers\.0\.self_attn\.k_proj\.bias \(separate\)",
+    ),
+    "tied": ({"tie_word_embeddings": True}, r"lacks lm_head\.weight \(separate\)"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "Error: "),
     "too wide": ({"intermediate_size": 200_000}, r"it has \d+ MiB of parameters, limit 256 MiB"),
 }
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_tie_in_one_model_only_is_named_with_both_names(is_tied: bool) -> None:
+    config = transformers.LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    large, small = (
+        tiny._build_structure(
+            transformers.LlamaConfig(**(config.to_dict() | {"tie_word_embeddings": tied})),
+            transformers.LlamaForCausalLM,
+        )
+        for tied in (is_tied, not is_tied)
+    )
+    kind = "tied to model.embed_tokens.weight" if is_tied else "separate"
+    assert tiny._find_difference(large, small, 1 << 30) == f"it lacks lm_head.weight ({kind})"
 
 
 @pytest.mark.parametrize("defect", PLANTED)

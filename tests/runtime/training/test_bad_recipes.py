@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from ckptx.errors import CkptxError
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.yaml_text import parse_yaml
 
 # Of every type, at the edges of what is allowed, and beyond.

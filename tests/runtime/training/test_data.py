@@ -19,7 +19,7 @@ from ckptx.runtime.training.data import collate, open_dataset
 from ckptx.runtime.training.encoding import IGNORE_INDEX, Encoder
 from ckptx.runtime.training.recipe import DataBlock
 from ckptx.runtime.training.recipe_file import read_recipe
-from ckptx.runtime.training.samples import QuestionExample, open_rows, to_question
+from ckptx.runtime.training.samples import QuestionExample, make_question, open_raw_samples
 from ckptx.runtime.training.source import prepare_source
 
 QUESTION = QuestionExample("x=12 y=34 y?", "34")
@@ -101,13 +101,13 @@ def test_samples_depend_on_their_number_and_the_seed_alone(text: Path) -> None:
 
 
 def test_made_up_rows_have_the_columns_of_the_public_ones() -> None:
-    row = open_rows(DataBlock(), 1)[0]
+    row = open_raw_samples(DataBlock(), 1)[0]
     assert list(row) == ["id", "title", "context", "question", "answers"]
     (answer,), (start,) = row["answers"]["text"], row["answers"]["answer_start"]
     assert row["context"][start:].startswith(answer)
-    seen = open_rows(DataBlock(dataset="synthetic_images"), 1)[0]
+    seen = open_raw_samples(DataBlock(dataset="synthetic_images"), 1)[0]
     assert list(seen) == ["image_id", "mode", "case_id", "question", "answer"]
-    assert to_question(seen).image.shape == (3, 24, 24)
+    assert make_question(seen).image.shape == (3, 24, 24)
 
 
 def test_images_are_in_the_form_of_the_class_and_train(seeing: Path) -> None:
@@ -255,31 +255,33 @@ def with_datasets(monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> list[tupl
 
 def test_public_rows_are_those_of_their_id_or_path(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = with_datasets(monkeypatch, [SQUAD] * 3)
-    assert len(open_rows(DataBlock(dataset="squad", samples=2, split="train[:9]"), 1)) == 2
-    assert to_question(open_rows(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == QuestionExample("c q?", "a")
+    assert len(open_raw_samples(DataBlock(dataset="squad", samples=2, split="train[:9]"), 1)) == 2
+    assert make_question(open_raw_samples(DataBlock(dataset="squad", path="mine/squad"), 1)[0]) == QuestionExample(
+        "c q?", "a"
+    )
     assert asked == [("rajpurkar/squad", "train[:9]"), ("mine/squad", "train")]
 
 
 def test_other_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_datasets(monkeypatch, [{"question": "q", "answer": "a"}])
     with pytest.raises(InputError, match="has columns question, answer, but lacks image_id, mode, case_id"):
-        open_rows(DataBlock(dataset="medpix"), 1)
+        open_raw_samples(DataBlock(dataset="medpix"), 1)
 
 
 def test_what_cannot_be_had_names_the_rows_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with_datasets(monkeypatch, [])
     with pytest.raises(InputError) as caught:
-        open_rows(DataBlock(dataset="medpix"), 1)
-    assert str(caught.value).startswith("mmoukouba/MedPix-VQA: the data set cannot be read: ConnectionError: offline; ")
+        open_raw_samples(DataBlock(dataset="medpix"), 1)
+    assert str(caught.value).startswith("mmoukouba/MedPix-VQA: the dataset cannot be read: ConnectionError: offline; ")
     assert str(caught.value).endswith("--set data.dataset=synthetic_images")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'ckptx\[data\]'"):
-        open_rows(DataBlock(dataset="squad"), 1)
+        open_raw_samples(DataBlock(dataset="squad"), 1)
 
 
 def test_made_up_rows_have_no_path() -> None:
     with pytest.raises(UsageError, match="is synthetic and has no path"):
-        open_rows(DataBlock(path="x"), 1)
+        open_raw_samples(DataBlock(path="x"), 1)

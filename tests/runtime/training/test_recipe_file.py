@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptx.errors import CkptxError, UnsupportedError, UsageError
-from ckptx.runtime.training.recipe_file import find_recipe, list_shipped_recipes, read_recipe
+from ckptx.options.recipes import list_shipped_recipes
+from ckptx.runtime.training.recipe_file import find_recipe, read_recipe
 
 TINY = "llama_tiny"
 

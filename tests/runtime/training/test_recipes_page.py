@@ -6,8 +6,8 @@ import re
 
 from msgspec import structs
 
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import list_shipped_recipes
 from tests.support.import_tool import tool
 
 build = tool("build_recipes_page")

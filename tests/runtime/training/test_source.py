@@ -14,13 +14,15 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptx.errors import InputError, UnsupportedError, UsageError
+from ckptx.formats.hf.reader import read_json
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.runtime.checkpointing.load import load
 from ckptx.runtime.model.build import build_model, materialize, read_config
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.training.recipe import Recipe
-from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.shrinking import reduce_layers
-from ckptx.runtime.training.source import make_random_model, merge_config, prepare_source
+from ckptx.runtime.training.source import make_random_model, merge_config, prepare_source, write_shrunk_config
 
 LARGE = ("gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "phi_4_squad")
 SMALL = {
@@ -121,6 +123,14 @@ def test_of_a_large_model_few_layers_of_each_kind_stay(tmp_path: Path) -> None:
     assert config.text_config.vocab_size < 400
     more = offline("gemma4_31b", "model.config.text_config.num_hidden_layers=12")
     assert read_config(prepare_source(more, tmp_path / "b"))[2].text_config.num_hidden_layers == 12
+
+
+@pytest.mark.parametrize("name", ["phi_4_squad", "gemma4_31b"])
+def test_a_forecast_gets_the_config_of_the_shrunk_model_that_is_trained(name: str, tmp_path: Path) -> None:
+    recipe = offline(name, "model.attn_implementation=eager", "training.dropout=0.1")
+    trained = read_json(prepare_source(recipe, tmp_path / "trained") / "config.json")
+    assert read_json(write_shrunk_config(recipe, tmp_path / "forecast") / "config.json") == trained
+    assert [each.name for each in (tmp_path / "forecast").iterdir()] == ["config.json"]
 
 
 def test_layers_that_a_list_points_at_stay() -> None:

@@ -69,9 +69,9 @@ def main():
 
     saved = None
     while progress.step < args.steps:
-        epoch, done = divmod(progress.step, len(loader))
+        epoch, batches_done = divmod(progress.step, len(loader))
         loader.set_epoch(epoch)
-        for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+        for batch in accelerator.skip_first_batches(loader, batches_done) if batches_done else loader:
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)

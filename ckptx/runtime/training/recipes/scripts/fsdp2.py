@@ -37,7 +37,7 @@ class Tokens(Dataset):
 
 
 class ShuffledSampler(Sampler):
-    """Sampler with an order per epoch, the share of this rank, and its progress."""
+    """Samples of this rank, in another order in each epoch; its state is the number of samples seen on all ranks."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size, self.seen = rank, world_size, 0
@@ -46,9 +46,9 @@ class ShuffledSampler(Sampler):
         while True:
             epoch, begin = divmod(self.seen, SAMPLES)
             order = random.Random(epoch).sample(range(SAMPLES), SAMPLES)
-            for at in range(begin, SAMPLES, self.world_size):
+            for index in range(begin, SAMPLES, self.world_size):
                 self.seen += self.world_size
-                yield order[at + self.rank]
+                yield order[index + self.rank]
 
     def state_dict(self):
         return {"seen": self.seen}
