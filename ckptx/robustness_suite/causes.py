@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ckptx.robustness_suite.item_names import LEARNING_RATE_KEYS, inner_words, is_moment
 from ckptx.robustness_suite.oracles import ORACLE_ORDER, Difference, Items, Verdict
+from ckptx.wording import counted
 
 UNSAVED_STATE_CAUSES = (
     "all state in the checkpoint was restored; there are two possible causes. Either some state is missing from the "
@@ -276,7 +277,7 @@ def _values_text(differences: Sequence[Difference]) -> str:
 def _first_change_text(differences: Sequence[Difference]) -> str:
     """Return the change of a setting in the first param group, in parentheses."""
     changes = list(dict.fromkeys(_change_text(each, "") for each in differences))
-    more = f", and {len(changes) - 1:,} other changes" if len(changes) > 1 else ""
+    more = f", and {counted(len(changes) - 1, 'other change')}" if len(changes) > 1 else ""
     return f" ({changes[0]}{more})" if changes[0] else ""
 
 
@@ -400,7 +401,10 @@ def _mask_rank(item: str) -> str:
 
 
 def _swapped_ranks_text(differences: Sequence[Difference], comparison: _ResumeComparison) -> str | None:
-    """Return a text on which rank has the RNG state of which; None unless each state that differs is that of a rank."""
+    """Return a text that tells which ranks have the RNG state of which other rank.
+
+    None unless each state that differs equals the saved state of a rank.
+    """
     saved_rank_by_state: dict[tuple[str, str], int | None] = {}
     for (oracle, name), value in comparison.source_items.items():
         if oracle == "rng":

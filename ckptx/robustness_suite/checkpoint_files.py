@@ -18,13 +18,14 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.errors import InputError
 from ckptx.formats.dcp.reader import open_dcp
 from ckptx.robustness_suite.item_names import prefix_of_file
+from ckptx.robustness_suite.legacy_archive import is_legacy
 from ckptx.storage.files import FilePool, read_error, read_head
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_PICKLE_BYTES
 
 METADATA = ".metadata"
 DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER, NOT_COMPARED = (
-    "dcp", "safetensors", "json", "pickle", "array", "zip", "tar", "bytes", "mark", "left out"
+    "dcp", "safetensors", "json", "pickle", "array", "zip", "tar", "bytes", "marker", "not compared"
 )  # fmt: skip
 _PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _POSSIBLE_PICKLE_SUFFIXES = (".bin", ".tar", ".p")  # also used for files that are not pickles
@@ -127,7 +128,7 @@ def _walk_folder(folder: Path, parents: tuple[str, ...], visited: frozenset[tupl
                 continue
             entry_stat = os.stat(path)
             if (entry_stat.st_dev, entry_stat.st_ino) in visited:
-                yield _marker(path, parts, "link to a folder that holds it")
+                yield _marker(path, parts, "link to a parent folder")
             else:
                 pending.append((path, parts, visited))
 
@@ -145,7 +146,7 @@ def _classify_file(path: Path, parents: tuple[str, ...], name: str, must_be_read
     except OSError as error:
         if not os.path.islink(path) or suffix in (".safetensors", ".json", *_PICKLE_SUFFIXES):
             raise read_error(path, error) from error
-        note = f"link to {printable_name(os.readlink(path))}, which is not there"
+        note = f"link to {printable_name(os.readlink(path))}, which does not exist"
         return ComparedFile(path, label, None, MARKER, note, relative_path)
     for matches, type_name in _SPECIAL_FILE_TYPES:
         if matches(file_stat.st_mode):
@@ -164,7 +165,7 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
     if suffix == ".json":
         return JSON if size <= MAX_CONFIG_BYTES else BYTES
     head = read_head(path, _HEAD_BYTES)
-    is_small = size <= MAX_PICKLE_BYTES or _is_legacy(head)
+    is_small = size <= MAX_PICKLE_BYTES or is_legacy(head)
     if head.startswith(b"PK\3\4"):
         # With such a suffix, it may be an archive of torch.save.
         return PICKLE if suffix in (*_PICKLE_SUFFIXES, *_POSSIBLE_PICKLE_SUFFIXES) else ZIP
@@ -182,7 +183,7 @@ def _kind_of_file(path: Path, suffix: str, size: int, must_be_read: bool) -> str
 
 def _looks_like_pickle(path: Path, head: bytes, size: int) -> bool:
     """Return True for a file with the first and last byte of a pickle, or for a legacy archive of torch."""
-    return head.startswith(b"\x80") and (_is_legacy(head) or _last_byte(path, size) == b".")
+    return head.startswith(b"\x80") and (is_legacy(head) or _last_byte(path, size) == b".")
 
 
 def is_declared_pickle(path: Path) -> bool:
@@ -193,10 +194,6 @@ def is_declared_pickle(path: Path) -> bool:
 def _last_byte(path: Path, size: int) -> bytes:
     with FilePool(path.parent) as files:
         return files.read_up_to(path.name, max(size - 1, 0), 1)
-
-
-def _is_legacy(head: bytes) -> bool:
-    return head.startswith(b"\x80\x02\x8a\x0a")
 
 
 def printable_name(name: str) -> str:

@@ -13,7 +13,7 @@ from ckptx.robustness_suite.commands import (
     CommandResult,
     check_environment,
     fill_placeholders,
-    placeholders,
+    find_placeholders,
     run_command,
     split_command,
 )
@@ -77,10 +77,10 @@ class CommandRuns:
             OutputError: The parent of the folders is not empty.
         """
         block, values = self.block, self._placeholder_values(self._out, 0, None)
-        words = split_command(block.command, values, "trainer.command")
+        arguments = split_command(block.command, values, "trainer.command")
         fill_placeholders(block.resume, {**values, "checkpoint": ""}, "trainer.resume")
         check_environment(self._environment(self._out, values))
-        if any("\0" in word for word in words):
+        if any("\0" in argument for argument in arguments):
             raise UsageError("trainer.command: contains a NUL character, which arguments cannot contain; remove it")
         if not block.time_limit > 0:
             raise UsageError(f"trainer.time_limit: {block.time_limit:g} must be more than 0 seconds")
@@ -99,7 +99,7 @@ class CommandRuns:
                     f"trainer.{key}: {one_line(text, 200)} must be a path relative to {{out}} and inside it, as each "
                     "run has its own folder"
                 )
-        if "step" not in placeholders(block.checkpoint):
+        if "step" not in find_placeholders(block.checkpoint):
             raise UsageError(
                 f"trainer.checkpoint: {one_line(block.checkpoint, 200)} is the same for every step; save each step in "
                 "its own folder, with {step} in the path"
@@ -132,9 +132,9 @@ class CommandRuns:
         except OSError as error:
             raise OutputError(f"{out}: cannot be created: {error.strerror}") from error
         values = self._placeholder_values(out, steps, checkpoint)
-        words = split_command(self.block.command, values, "trainer.command")
+        arguments = split_command(self.block.command, values, "trainer.command")
         environment = self._environment(out, values)
-        return CommandRun(name, out, run_command(words, out / OUTPUT_FILE, environment, self.block.time_limit))
+        return CommandRun(name, out, run_command(arguments, out / OUTPUT_FILE, environment, self.block.time_limit))
 
     # ---------------------------------------------------------------------------------------------- results
 
@@ -222,8 +222,8 @@ class CommandRuns:
 
 def _receives_checkpoint(command: str, resume: str) -> bool:
     """Return True if a command line contains `{checkpoint}`, directly or through `{resume}`."""
-    names = placeholders(command)
-    return "checkpoint" in names or ("resume" in names and "checkpoint" in placeholders(resume))
+    names = find_placeholders(command)
+    return "checkpoint" in names or ("resume" in names and "checkpoint" in find_placeholders(resume))
 
 
 def _folder_text(out: Path) -> str:

@@ -35,15 +35,15 @@ class CommandResult(NamedTuple):
     """Result of a command.
 
     Attributes:
-        code: Exit code; negative for the signal that ended the command.
+        code: Exit code; negative for the signal that ended the command; None if it could not be ended.
         seconds: Wall-clock time in seconds.
-        last_lines: Last lines of the output, preceded by the first exception if launchers printed it earlier.
-        is_timed_out: True if the command exceeded its time limit and was ended.
+        last_lines: Last lines of the output, preceded by the first exception in its last 64 KiB if that is further up.
+        is_timed_out: True if the command exceeded its time limit.
         remaining_processes: Command lines of processes that were still running after the command, and were ended.
         unkillable: Command lines of processes that could not be ended.
     """
 
-    code: int
+    code: int | None
     seconds: float
     last_lines: list[str]
     is_timed_out: bool
@@ -52,40 +52,46 @@ class CommandResult(NamedTuple):
 
     def failure_text(self) -> str:
         """Return the reason of the failure in one line."""
+        if self.code is None:
+            return f"could not be ended after {self.seconds:.0f} seconds, its time limit"
         if self.is_timed_out:
             return f"was ended after {self.seconds:.0f} seconds, its time limit"
         return f"was ended by signal {-self.code}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def notes(self) -> Iterator[str]:
         """Yield notes on processes that were still running after the command."""
-        for processes, outcome in (
-            (self.remaining_processes, "ended by ckptx"),
-            (self.unkillable, "could not be ended"),
-        ):
-            if processes:
-                shown = "; ".join(one_line(each, 120) for each in processes[:_MAX_LISTED_PROCESSES])
-                more = (
-                    f"; and {len(processes) - _MAX_LISTED_PROCESSES} more"
-                    if len(processes) > _MAX_LISTED_PROCESSES
-                    else ""
-                )
-                count = counted(len(processes), "process")
-                yield f"{count} of the command still ran after it ended: {shown}{more}; {outcome}"
+        if self.remaining_processes:
+            count = counted(len(self.remaining_processes), "process")
+            yield f"ckptx ended {count} that the command had left running: {_list_processes(self.remaining_processes)}"
+        if self.unkillable:
+            count = counted(len(self.unkillable), "process")
+            pronoun = "it" if len(self.unkillable) == 1 else "them"
+            yield (
+                f"{count} of the command could not be ended: {_list_processes(self.unkillable)}; end {pronoun} before "
+                "the next run"
+            )
+
+
+def _list_processes(command_lines: Sequence[str]) -> str:
+    shown = ", ".join(f'"{one_line(each, 120)}"' for each in command_lines[:_MAX_LISTED_PROCESSES])
+    more = len(command_lines) - _MAX_LISTED_PROCESSES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def split_command(template: str, values: Mapping[str, str], subject: str) -> list[str]:
-    """Split a command into words as a shell does, and replace placeholders by values.
+    """Split a command into arguments as a shell does, and replace placeholders by values.
 
-    The template is split before placeholders are replaced, so no value can add a word. The only exception is a word
-    that is exactly `{resume}`, which becomes the words of its value, or no word if the value is empty.
+    The template is split before placeholders are replaced, so no value can add an argument. The only exception is an
+    argument that is exactly `{resume}`, which becomes the arguments of its value, or none if the value is empty.
 
     Args:
         template: Command with placeholders such as `{out}`.
-        values: Values by name of the placeholder; that of `resume` is a string of words, quoted as for a shell.
+        values: Values by name of the placeholder; that of `resume` is a string of arguments, quoted as for a shell.
         subject: Key of the recipe, for error messages.
 
     Raises:
-        UsageError: A quote is not closed, a placeholder is unknown, or the command is empty.
+        UsageError: A quote is not closed, a backslash is the last character, a placeholder is unknown, or the command
+            is empty.
 
     Example:
         "run --dir '{out}' {resume}", out "a b", resume "--from x" -> run, --dir, a b, --from, x
@@ -94,24 +100,25 @@ def split_command(template: str, values: Mapping[str, str], subject: str) -> lis
         parts = shlex.split(template)
     except ValueError as error:
         raise UsageError(
-            f"{subject}: {one_line(template, 120)!r} is not a valid command: {error}; close the quote"
+            f"{subject}: {one_line(template, 120)!r} is not a valid command: {error}; close the quote, or remove a "
+            "backslash at the end"
         ) from error
-    words: list[str] = []
+    arguments: list[str] = []
     for part in parts:
         if part == "{resume}" and "resume" in values:
-            words += shlex.split(values["resume"])
+            arguments += shlex.split(values["resume"])
         else:
-            words.append(fill_placeholders(part, values, subject))
-    if not words:
+            arguments.append(fill_placeholders(part, values, subject))
+    if not arguments:
         raise UsageError(f"{subject}: is empty; set it to the command of the trainer")
-    return words
+    return arguments
 
 
 def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str:
     """Replace the placeholders in a string by values.
 
-    A number of steps may have a width, with a zero before it for zero padding: `{step:07d}`. Other text
-    in braces, such as JSON, is not changed.
+    A placeholder of an integer (see `_INTEGER_PLACEHOLDERS`) may have a width, with a zero before it for zero padding:
+    `{step:07d}`. Other text in braces, such as JSON, is not changed.
 
     Raises:
         UsageError: A placeholder is unknown (the nearest is suggested), or its format is not a valid width.
@@ -142,8 +149,8 @@ def fill_placeholders(text: str, values: Mapping[str, str], subject: str) -> str
     return _PLACEHOLDER.sub(replacement, text)
 
 
-def placeholders(text: str) -> set[str]:
-    """Return the names of the placeholders in a text, with or without a width."""
+def find_placeholders(text: str) -> set[str]:
+    """Return the names of the placeholders in a string, with or without a width."""
     return {match[1] for match in _PLACEHOLDER.finditer(text)}
 
 
@@ -161,15 +168,18 @@ def check_environment(variables: Mapping[str, str]) -> None:
             )
 
 
-def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float) -> CommandResult:
+def run_command(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str], time_limit: float
+) -> CommandResult:
     """Run a command to its end, with its output in a file.
 
     If an exception such as KeyboardInterrupt ends this call early, the command and all its processes are ended.
 
     Args:
-        words: Words of the command.
+        arguments: Program and its arguments.
         log: File for its output.
-        environment: Environment variables in addition to those of this process.
+        environment: Environment variables in addition to those of this process, without the variables of a launcher
+            that make this process a rank.
         time_limit: Time limit in seconds.
 
     Raises:
@@ -177,7 +187,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
         OutputError: The file cannot be written.
     """
     variables = {**remove_launcher_variables(os.environ), **environment}
-    request = {"words": [*words], "environment": variables, "time_limit": time_limit}
+    request = {"arguments": [*arguments], "environment": variables, "time_limit": time_limit}
     try:
         output = log.open("wb")
     except OSError as error:
@@ -193,7 +203,7 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
     report = _exchange_with_supervisor(supervisor, json.dumps(request).encode() + b"\n")
     if "error" in report:
         raise EnvironmentProblem(
-            f"trainer.command: {one_line(words[0], 120)} cannot be started: {report['error']}; "
+            f"trainer.command: {one_line(arguments[0], 120)} cannot be started: {report['error']}; "
             "install it, or write its path"
         )
     return CommandResult(
@@ -207,9 +217,10 @@ def run_command(words: Sequence[str], log: Path, environment: Mapping[str, str],
 
 
 def _exchange_with_supervisor(supervisor: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
-    """Send the command to the supervisor, and return its report.
+    """Send the command to the process that runs `supervisor.py`, and return its report.
 
-    On an interruption, the supervisor ends all processes.
+    The report has the keys that `supervisor.py` lists: only `error` if the command cannot be started. On an
+    interruption, the supervisor ends all processes.
 
     Raises:
         EnvironmentProblem: The supervisor ended without a report.

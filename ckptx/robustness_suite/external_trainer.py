@@ -134,7 +134,7 @@ class _CommandPhases:
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
         if recipe.trainer is None:
-            raise UsageError(f"{recipe.name}: has no trainer.command, which a custom trainer requires")
+            raise UsageError(f"{recipe.name}: has no trainer.command, which a custom trainer requires; set it")
         self.block: TrainerBlock = recipe.trainer
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
@@ -210,7 +210,7 @@ class _CommandPhases:
         reference_items, (repeated_items, losses) = self._final_items[0], results
         self._final_items = (reference_items, repeated_items)
         self._loss_noise = largest_value(
-            abs_difference(*pair) for pair in _loss_pairs(self._reference_losses, losses.by_step, 0)
+            abs_difference(*pair) for pair in _loss_pairs(self._reference_losses, losses.by_step)
         )
         self.report_builder.noise = {"loss": {"repeated": json_number(self._loss_noise), "perturbed": None}}
         noisy = noisy_files(reference_items, repeated_items, {})
@@ -232,7 +232,7 @@ class _CommandPhases:
         unmatched_steps = sorted(set(self._reference_losses) ^ set(losses.by_step))
         missing = [_missing_loss_difference(step, self._reference_losses, losses.by_step) for step in unmatched_steps]
         loss = compare_measurements(
-            "loss", _loss_pairs(self._reference_losses, losses.by_step, 0), self._loss_noise, 1.0, 1.0
+            "loss", _loss_pairs(self._reference_losses, losses.by_step), self._loss_noise, 1.0, 1.0
         )
         loss = loss._replace(compared=len(self._reference_losses), differences=missing)
         self._add_run(run, [*passed, loss], notes, "two runs of the same command do not log the same losses")
@@ -313,7 +313,9 @@ class _CommandPhases:
         yield UNSAVED_STATE_CAUSES if self.block.can_save_without_step else _UNKNOWN_STATE_CAUSE
         independent_oracles = [oracle for oracle in _STEP_INDEPENDENT_ORACLES if oracle in failed]
         if independent_oracles:
-            yield f"check {', '.join(independent_oracles)} first: it differs only if it was not restored"
+            is_one = len(independent_oracles) == 1
+            meaning = "it differs only if it was" if is_one else "they differ only if they were"
+            yield f"check {', '.join(independent_oracles)} first: {meaning} not restored"
 
     def _loss_verdict(self, resumed_losses: Mapping[int, float]) -> Verdict:
         reference_losses = {step: loss for step, loss in self._reference_losses.items() if step > self.save_at}
@@ -325,7 +327,7 @@ class _CommandPhases:
         noise_factor, default_factor = self.checks.loss_noise_factor, ChecksBlock().loss_noise_factor
         verdict = compare_measurements(
             "loss",
-            _loss_pairs(reference_losses, resumed_losses, self.save_at),
+            _loss_pairs(reference_losses, resumed_losses),
             self._loss_noise,
             noise_factor,
             default_factor,
@@ -427,7 +429,7 @@ def _without_items(items: Items, keys: set[tuple[str, str]]) -> Items:
 
 
 def _modified_cause(run: CommandRun, reference_verdict: Verdict) -> str:
-    """Return the cause of a failed `reference` verdict: the files that a run has modified."""
+    """Return the cause of a failed verdict on the reference files: the files that a run has modified."""
     shown = [f"{each.item} {each.actual}" for each in reference_verdict.differences[:_MAX_LISTED_FILES]]
     more = len(reference_verdict.differences) - len(shown)
     listed = ", ".join(shown) + (f", and {more:,} more" if more else "")
@@ -450,10 +452,8 @@ def _default_cause(failed: Sequence[Verdict]) -> str:
     return f"unknown; {count_text} of {first.oracle} {verb}{first_item_text}"
 
 
-def _loss_pairs(
-    reference: Mapping[int, float], other: Mapping[int, float], after_step: int
-) -> Iterator[tuple[float, float]]:
-    return ((loss, other[step]) for step, loss in reference.items() if step > after_step and step in other)
+def _loss_pairs(reference: Mapping[int, float], other: Mapping[int, float]) -> Iterator[tuple[float, float]]:
+    return ((loss, other[step]) for step, loss in reference.items() if step in other)
 
 
 def _missing_loss_difference(step: int, reference: Mapping[int, float], other: Mapping[int, float]) -> Difference:

@@ -63,8 +63,9 @@ def register_fault(
     Args:
         description: Description of the fault.
         oracle: Oracle that must detect the fault.
-        target: Argument of the function: "trainer" at an event, on every rank; "run" before it starts; or "files" in
-            the folder of a run that has ended.
+        target: Argument of the function: "trainer" gets the trainer at an event, on every rank; "run" gets the
+            `RunRequest` before the run starts, and returns a changed one; "files" gets the folder of a run that has
+            ended.
         phase: Number of the phase that must fail.
         run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, ...
         event: Event at which the trainer is changed.
@@ -287,7 +288,7 @@ def one_rank_one_step_old(trainer: Any) -> None:
     _load_parameters(trainer, previous, lambda _: is_last_rank)
 
 
-@register_fault("the head has its initial weights", oracle="model")
+@register_fault("the output head has its initial weights", oracle="model")
 def head_stale(trainer: Any) -> None:
     names = [name for name, each in _parameters(trainer) if each.dim() == 2]
     heads = [name for name in names if "lm_head" in name] or names[-1:]
@@ -335,14 +336,14 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 
 
-@register_fault("files of tensors are truncated", oracle="readable", target="files", phase=3, run="uninterrupted")
+@register_fault("tensor files are truncated", oracle="readable", target="files", phase=3, run="uninterrupted")
 def shard_truncated(folder: Path) -> None:
     for each in _data_files(folder):
         os.truncate(each, each.stat().st_size // 2)
 
 
 @register_fault(
-    "one bit of each file of tensors is flipped", oracle="readable", target="files", phase=3, run="uninterrupted"
+    "one bit in each tensor file is flipped", oracle="readable", target="files", phase=3, run="uninterrupted"
 )
 def byte_changed(folder: Path) -> None:
     """Flip one bit in the middle of each file of tensors."""
@@ -375,7 +376,7 @@ def _find_killed_save(root: Path) -> tuple[Path, int]:
 
 
 @register_fault(
-    "latest is updated before the step is published", oracle="readable", target="files", phase=7, run="killed-1"
+    "latest is updated before the step is complete", oracle="readable", target="files", phase=7, run="killed-1"
 )
 def latest_too_early(root: Path) -> None:
     """Write the step that was being saved into `latest`."""
@@ -422,11 +423,11 @@ def overwritten_in_part(root: Path) -> None:
     run="uninterrupted",
     min_mesh={"dp_shard": 2},
 )
-def unsharded(run: RunRequest) -> RunRequest:
+def unsharded(request: RunRequest) -> RunRequest:
     """Replicate all parameters on every rank."""
-    layout = run.recipe.layout
+    layout = request.recipe.layout
     replicated = structs.replace(layout, dp_shard=1, dp_replicate=(layout.dp_shard or 1) * layout.dp_replicate)
-    return replace(run, layout=replicated)
+    return replace(request, layout=replicated)
 
 
 @register_fault(

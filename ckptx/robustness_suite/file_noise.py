@@ -17,7 +17,7 @@ _MAX_NAMES_LENGTH = 400  # characters of the names in a note
 
 
 def noisy_files(reference: Items, repeated: Items, compared: Items) -> set[tuple[str, str]]:
-    """Return the files that differ between two identical runs, among those that are compared by their bytes.
+    """Return the keys (oracle, name) of files that differ between identical runs, of those compared by their bytes.
 
     File names may contain timestamps, so a file that only `compared` has is also included if its name equals that of a
     noisy file except for digits.
@@ -37,16 +37,18 @@ def noisy_files(reference: Items, repeated: Items, compared: Items) -> set[tuple
     return noisy | {key for key in new if (key[0], _DIGITS.sub("#", key[1])) in patterns}
 
 
-def step_count_settings(source_items: Items, resaved_items: Items, steps: int, save_at: int) -> set[tuple[str, str]]:
-    """Return settings of a trainer that are equal to the number of steps it was given.
+def step_count_settings(
+    source_items: Items, resaved_items: Items, source_run_steps: int, resaved_run_steps: int
+) -> set[tuple[str, str]]:
+    """Return the keys (oracle, name) of settings that are equal to the number of steps a trainer was given.
 
     Args:
         source_items: Items of the checkpoint that was resumed from.
         resaved_items: Items of the checkpoint that was saved again.
-        steps: Number of steps of the first run.
-        save_at: Number of steps of the second run.
+        source_run_steps: Number of steps of the run that saved the first.
+        resaved_run_steps: Number of steps of the run that saved the second.
     """
-    step_counts = (str(steps), str(save_at))
+    step_counts = (str(source_run_steps), str(resaved_run_steps))
     return {
         key
         for key in source_items
@@ -55,7 +57,7 @@ def step_count_settings(source_items: Items, resaved_items: Items, steps: int, s
 
 
 def not_compared_note(keys: Iterable[tuple[str, str]], reason: str) -> str:
-    """Return a note on items that are not compared, with the reason."""
+    """Return a note on items that are not compared, by their keys (oracle, name), with the reason."""
     return f"not compared: {_join_names(sorted({name for _, name in keys}))}: {reason}"
 
 

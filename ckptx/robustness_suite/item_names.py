@@ -6,7 +6,7 @@ Trainers use the same words at different places: `optimizer.state.<name>.exp_avg
 known word determines the kind of state, and the last word refines it. An item without a known word is a parameter if it
 is a tensor outside of pickled state, otherwise "other".
 
-Names of custom trainers are recognized by `state_kinds`, which considers all items of a checkpoint together.
+Names of custom trainers are recognized by `item_oracles`, which considers all items of a checkpoint together.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def prefix_of_file(stem: str) -> str | None:
     """Return the name prefix for the contents of a file or folder, from its name without suffix; None if unknown.
 
     Example:
-        optimizer_0 -> optimizer.0, random_states_1 -> rng.rank 1
+        optimizer_0 -> optimizer, optimizer_1 -> optimizer.1, random_states_1 -> rng.rank 1
     """
     for pattern, word in _FILE_PREFIXES:
         if re.fullmatch(pattern, stem):
@@ -98,7 +98,7 @@ def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
         is_tensor: True for a tensor that the format itself names, not one inside a pickled object.
 
     Example:
-        app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> group and rate
+        app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> param groups, learning rate
     """
     return oracles_by_words(inner_words(name)) or (("model",) if is_tensor else ("other",))
 

@@ -28,8 +28,8 @@ def values_of_json(
         run_folder: Folder whose path is replaced by `{out}` in strings, as it differs between runs; None for none.
 
     Yields:
-        Path of a value, with dots; the value; and the value as a string. An object with keys that contain dots or are
-        empty is also an item, with these keys, so that they cannot be confused with nested objects.
+        Path of a value, with dots; the value; and the value as a string. An object with a key that contains a dot or is
+        empty is yielded, too, with a string that lists these keys, so that {"a.b": 1} differs from {"a": {"b": 1}}.
 
     Raises:
         InputError: The file is not valid JSON, or nested too deeply.

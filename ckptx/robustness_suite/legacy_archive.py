@@ -23,7 +23,7 @@ _COUNT_BYTES = 8  # size of the number of elements before each storage
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return True if the first 16 bytes of a file are those of a legacy archive."""
+    """Return True if the first bytes of a file, at least 4, are those of a legacy archive."""
     return head.startswith(_MAGIC[:4])
 
 

@@ -57,8 +57,9 @@ def read_losses(path: Path, block: TrainerBlock) -> Losses:
         block: Block of the recipe with format and keys of the losses.
 
     Raises:
-        InputError: There are none, the file is damaged, or a step has two losses.
-        UsageError: The expression of the recipe is invalid, or lacks a group.
+        InputError: There are none, the file is damaged, or a step has two different losses.
+        UsageError: The expression of the recipe is invalid, lacks a group, or takes too long on a line.
+        EnvironmentProblem: TensorBoard is not installed, or the process that matches the expression failed.
     """
     notes: list[str] = []
     if block.losses_kind == "tensorboard":

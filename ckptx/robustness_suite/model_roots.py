@@ -149,6 +149,7 @@ def _roots_by_optimizer_shapes(tensors: Sequence[NamedShape], moments: Sequence[
 
 
 def _parameter_shapes(moments: Sequence[NamedShape]) -> Counter[Shape]:
+    """Return the number of parameters of each shape, from the kind of moment that has the most tensors."""
     kinds: dict[str, list[NamedShape]] = {}
     for each in moments:
         kinds.setdefault(next(word for word in reversed(each.words) if is_moment(word)), []).append(each)
@@ -216,7 +217,7 @@ def _copies_by_shape(
 
 
 def _kind_of_copy(root: Words, roots: set[Words]) -> str | None:
-    """Return the kind of a copy, a field of `ModelRoots`, from the words of its root; None for gradients."""
+    """Return the field of `ModelRoots` that a copy belongs to, from the words of its root; None for gradients."""
     last = root[-1].lower()
     siblings = {each[-1].lower() for each in roots if each[:-1] == root[:-1]}
     is_pair = any(last in pair and pair <= siblings for pair in _MOMENT_PAIRS)

@@ -2,25 +2,25 @@
 
 A snapshot is a set of items, each with the digest of its bytes, under the oracle that compares it:
 
-    reference    the files of the uninterrupted run: no other run changes them
-    readable     a published checkpoint opens, and is complete
-    sharded      parameters are sharded over ranks, as the recipe requires
-    finite       no NaN; no infinity in a parameter, a moment or a loss
-    names        the same names of tensors: none missing, added, or named after a wrapper of FSDP2 or compile
-    model        parameters and persistent buffers
-    second model   another copy of the model, such as an EMA
-    moments      exp_avg, exp_avg_sq and other optimizer state of each parameter
-    master weights  parameters in full precision, kept by an optimizer
-    adam step    the number of optimizer steps of each parameter
-    group        settings of the optimizer's param groups: betas, eps, weight decay, ...
-    scheduler    state of the learning rate scheduler
+    reference files   the files of the uninterrupted run: no other run changes them
+    readable          a published checkpoint opens, and is complete
+    sharded           parameters are sharded over ranks, as the recipe requires
+    finite            no NaN; no infinity in a parameter, a moment or a loss
+    names             the same names of tensors: none missing, added, or named after a wrapper of FSDP2 or compile
+    model             parameters and persistent buffers
+    second model      another copy of the model, such as an EMA
+    moments           exp_avg, exp_avg_sq and other optimizer state of each parameter
+    master weights    parameters in full precision, kept by an optimizer
+    adam step         the number of optimizer steps of each parameter
+    param groups      settings of the optimizer's param groups: betas, eps, weight decay, ...
+    scheduler         state of the learning rate scheduler
     step, epoch, samples   position of the run, and number of samples seen
-    rng          RNG state of python, numpy, torch and device, for each rank
-    replicas     state that is replicated on several ranks
-    batch        the samples of the next step, by rank
-    rate         the learning rate of the next step
-    memory       memory and threads after each task of a phase, at most those after a run of two steps
-    other        state that ckptx does not recognize
+    rng               RNG state of python, numpy, torch and device, for each rank
+    replicas          state that is replicated on several ranks
+    batch             the samples of the next step, by rank
+    learning rate     the learning rate of the next step
+    memory            memory and threads after each task of a phase, at most those after a run of two steps
+    other             state that ckptx does not recognize
 
 Loss and logits come last; their tolerance is a multiple of the noise measured in the same run.
 """
@@ -94,12 +94,12 @@ class Verdict(NamedTuple):
         return self.value is None or (self.limit is not None and self.value <= self.limit)
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the report."""
+        """Return the verdict as a row of the report, with the names of the first items that differ."""
         return {
             "name": self.oracle,
             "ok": self.ok,
             "compared": self.compared,
-            "count": len(self.differences),
+            "differing_count": len(self.differences),
             "differing": [each.item for each in self.differences[:_MAX_LISTED_ITEMS]],
             "value": json_number(self.value),
             "tolerance": json_number(self.limit),
@@ -117,7 +117,7 @@ def compare(
     Args:
         reference: Items of each rank in the uninterrupted run.
         actual: Items of each rank in the other run, with the same number of ranks.
-        oracles: Oracles to apply; an oracle without items in both runs has no verdict. A missing tensor is reported by
+        oracles: Oracles to apply; an oracle without items in either run has no verdict. A missing tensor is reported by
             its own oracle, not by `finite`.
     """
     selected = set(oracles)
@@ -228,6 +228,6 @@ def failed_verdicts(verdicts: Iterable[Verdict]) -> Iterator[Verdict]:
 
 
 def phase_ok(verdicts: Iterable[Verdict]) -> bool | None:
-    """Return False if a verdict failed, None if nothing was compared at all."""
+    """Return False if a verdict failed, None if nothing was compared at all, else True."""
     results = {each.ok for each in verdicts}
     return False if False in results else True if True in results else None

@@ -3,12 +3,12 @@
 0 initial logits     the sharded model gives the same logits as from_pretrained in one process
 1 uninterrupted run  two runs with the same seed match; measures the noise that limits later differences of losses and
                      logits
-2 replicas           replicated state matches across ranks, and a checkpoint loads to the same logits
+2 replicas           replicated state matches across ranks, and a loaded checkpoint gives the same logits
 3 load and save      a checkpoint that is loaded and saved keeps all state, with synchronous and asynchronous saves
 4 export             exported HF files give the same logits in stock transformers
 5 other layouts      a checkpoint resharded for other meshes is bit-identical, and trains equally within the noise
 6 resume             a run resumed from each saved step equals the uninterrupted run; the first one in new processes
-7 killed saves       a killed save leaves the last good step, and no incomplete step that looks complete
+7 killed saves       after a killed save, the last complete step can be loaded, and no incomplete step looks complete
 """
 
 from __future__ import annotations
@@ -124,13 +124,13 @@ def check_load_and_save(session: Session) -> Findings:
     for name, is_asynchronous in (("saved-again", False), ("saved-again-async", True)):
         recipe = _with_save_mode(session.recipe, is_asynchronous)
         with findings.catch_read_errors(f"step-{step}"):
-            run = session.make_request(
+            request = session.make_request(
                 resume_from=source,
                 last_step=0,
                 saves={step: session.checkpoint_path(name, step)},
                 snapshot_steps=[step],
             )
-            result = session.train(name, replace(run, recipe=recipe))
+            result = session.train(name, replace(request, recipe=recipe))
             findings.verdicts += compare(session.uninterrupted_result.items[step], result.items[step])
             findings.verdicts.append(_compare_files(source, session.checkpoint_path(name, step)))
     return _merge_verdicts(findings)
@@ -182,10 +182,10 @@ def check_other_layouts(session: Session) -> Findings:
             _add_key_to_errors(f"checks.layouts[{number - 1}]"),
         ):
             if base_result is None:
-                run = replace(
+                request = replace(
                     session.make_request(resume_from=checkpoint, snapshot_steps=[step]), recipe=recipe_without_dropout
                 )
-                base_result = session.train("without-dropout", run)
+                base_result = session.train("without-dropout", request)
             findings.verdicts += _check_layout(session, layout, number, base_result, recipe_without_dropout)
     return _merge_verdicts(findings)
 
@@ -199,11 +199,11 @@ def _check_layout(
     resharded, saved = session.out / f"layout-{number}-resharded", session.checkpoint_path(f"layout-{number}", step)
     reshard(checkpoint, resharded, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
     yield _compare_tensors(checkpoint, resharded, layout_text)
-    run = replace(
+    request = replace(
         session.make_request(resume_from=resharded, snapshot_steps=[step], saves={step: saved}, layout=layout),
         recipe=recipe,
     )
-    result = session.train(f"layout-{number}", run)
+    result = session.train(f"layout-{number}", request)
     yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
     yield _compare_tensors(checkpoint, saved, layout_text)
     yield _loss_verdict(session, base_result, result, session.max_noise("loss"))
@@ -227,13 +227,13 @@ def check_resume(session: Session) -> Findings:
     steps = [each for each in session.saved_steps if each < session.recipe.training.steps]
     for number, step in enumerate(steps, 1):
         later_steps = [each for each in session.saved_steps if each > step]
-        run = session.make_request(resume_from=session.uninterrupted_checkpoint(step), snapshot_steps=later_steps)
+        request = session.make_request(resume_from=session.uninterrupted_checkpoint(step), snapshot_steps=later_steps)
         with findings.catch_read_errors(f"step-{step}"):
             if number > 1:
-                result = session.train(f"resumed-{number}", run)
+                result = session.train(f"resumed-{number}", request)
             else:
                 with session.fresh_ranks() as fresh:
-                    result = session.train("resumed", run, fresh)
+                    result = session.train("resumed", request, fresh)
             start_verdicts = compare(session.uninterrupted_result.items[step], result.start_items)
             findings.verdicts += start_verdicts
             # Later steps can only be equal if the start is.
@@ -241,7 +241,9 @@ def check_resume(session: Session) -> Findings:
                 for each in later_steps:
                     findings.verdicts += compare(session.uninterrupted_result.items[each], result.items[each])
             findings.verdicts += _finite_verdicts(result)
-            findings.verdicts.append(_loss_verdict(session, session.uninterrupted_result, result, noise))
+            findings.verdicts.append(
+                _loss_verdict(session, session.uninterrupted_result, result, noise, first_step=step)
+            )
     return _merge_verdicts(findings)
 
 
@@ -253,15 +255,15 @@ def check_kills(session: Session) -> Findings:
     operations: dict[bool, list[str]] = {}
     for number, (is_asynchronous, kills_all_ranks) in enumerate(cases, 1):
         recipe = _with_save_mode(session.recipe, is_asynchronous)
-        run = replace(session.make_request(resume_from=source), recipe=recipe)
+        request = replace(session.make_request(resume_from=source), recipe=recipe)
         if is_asynchronous not in operations:
             root = _create_root(session, f"rehearsed-{number}", source)
-            operations[is_asynchronous] = session.run_task("save_and_record", run, KillPoint(root=root))[0]
+            operations[is_asynchronous] = session.run_task("save_and_record", request, KillPoint(root=root))[0]
         operation = select_kill_points(operations[is_asynchronous], len(cases))[number - 1]
         root = _create_root(session, f"killed-{number}", source)
         steps_before = session.run_task("check_surviving_steps", root, good_step, {})
         killed_ranks = session.run_until_killed(
-            "save_and_record", run, KillPoint(root=root, operation=operation, kills_all_ranks=kills_all_ranks)
+            "save_and_record", request, KillPoint(root=root, operation=operation, kills_all_ranks=kills_all_ranks)
         )
         session.apply_file_fault(f"killed-{number}", root)
         surviving = session.run_task("check_surviving_steps", root, good_step, steps_before.digests)
@@ -269,7 +271,7 @@ def check_kills(session: Session) -> Findings:
         if not killed_ranks:
             violations.append(f"{operation}: no rank was killed at this operation")
         try:
-            session.run_task("save_and_record", run, KillPoint(root=root))
+            session.run_task("save_and_record", request, KillPoint(root=root))
         except (InputError, OutputError) as error:
             violations.append(f"the next save: {error}")
         else:
@@ -306,12 +308,17 @@ PHASES: tuple[Phase, ...] = (
     Phase(
         1, "uninterrupted run", "two runs with the same seed match; measures numerical noise", check_uninterrupted_run
     ),
-    Phase(2, "replicas", "replicated state matches across ranks; logits survive a reload", check_replicas),
+    Phase(
+        2,
+        "replicas",
+        "replicated state matches across ranks; a loaded checkpoint gives the same logits",
+        check_replicas,
+    ),
     Phase(3, "load and save", "a checkpoint that is loaded and saved keeps all state", check_load_and_save),
     Phase(4, "export", "exported HF files give the same logits in transformers", check_export),
     Phase(5, "other layouts", "resharded for another mesh, state is equal and training matches", check_other_layouts),
     Phase(6, "resume", "a resumed run equals an uninterrupted run", check_resume),
-    Phase(7, "killed saves", "a killed save leaves the last good step", check_kills),
+    Phase(7, "killed saves", "after a killed save, the last complete step can be loaded", check_kills),
 )
 
 
@@ -365,8 +372,11 @@ def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
     return Verdict("sharded", num_parameters, differences)
 
 
-def _loss_verdict(session: Session, reference: RunResult, actual: RunResult, noise: float | None) -> Verdict:
-    steps = sorted(actual.losses)
+def _loss_verdict(
+    session: Session, reference: RunResult, actual: RunResult, noise: float | None, *, first_step: int = 0
+) -> Verdict:
+    """Compare the losses after `first_step`, the step from which a run resumed; a missing loss is NaN."""
+    steps = sorted({each for each in reference.losses if each > first_step} | actual.losses.keys())
     noise_factor = session.recipe.checks.loss_noise_factor
     pairs = zip(losses_of_steps(reference.losses, steps), losses_of_steps(actual.losses, steps), strict=True)
     return compare_measurements("loss", pairs, noise, noise_factor, _DEFAULTS.loss_noise_factor)
@@ -391,7 +401,7 @@ def _compare_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
     return Verdict("model", report.compared, differences)
 
 
-# Stored state besides the model that is equal for every mesh; RNG state belongs to a rank.
+# Stored state other than the model that is equal for every mesh; RNG state belongs to a rank.
 _MESH_INDEPENDENT_ORACLES = (
     "moments",
     "adam step",
@@ -405,7 +415,7 @@ _MESH_INDEPENDENT_ORACLES = (
 
 
 def _compare_state(reference: Path, actual: Path, label: str) -> list[Verdict]:
-    """Compare the state of two checkpoints besides the model."""
+    """Compare the state of two checkpoints, except the model."""
     verdicts = compare([read_items(reference)], [read_items(actual)], _MESH_INDEPENDENT_ORACLES)
     return [
         each._replace(differences=[one._replace(item=f"{label}: {one.item}", rank=None) for one in each.differences])
@@ -436,7 +446,11 @@ def _compare_files(reference: Path, actual: Path) -> Verdict:
 
 
 def select_phases(text: str | None) -> Sequence[Phase]:
-    """Return the phases that `--phases` selects by numbers, ranges or names, separated by commas."""
+    """Return the phases that `--phases` selects by numbers, ranges or names, separated by commas; all for None.
+
+    Raises:
+        UsageError: A part selects no phase.
+    """
     if text is None:
         return PHASES
     known = {str(each.number): each for each in PHASES} | {each.name: each for each in PHASES}

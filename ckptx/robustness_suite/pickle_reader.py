@@ -344,7 +344,7 @@ class PickleReader:
 
 
 def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
-    """Return True if a range of a file is a pickle, from its first and last bytes.
+    """Return True if a range of a file begins like a pickle of protocol 2 or later, or is one of protocol 0 or 1.
 
     Protocols 0 and 1 have no magic number, so such a range is parsed.
     """

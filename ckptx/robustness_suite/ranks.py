@@ -44,7 +44,7 @@ _CLOSE_SECONDS = 0.5  # for an idle rank to end when it is closed
 _THREAD_END_SECONDS = 1.0  # for the threads of a destroyed process group to end
 
 
-class LeakedMemory(NamedTuple):
+class RetainedMemory(NamedTuple):
     """Memory and threads of a rank after a task, when its process group is destroyed.
 
     Attributes:
@@ -69,7 +69,7 @@ class TaskResult:
     """
 
     value: Any = None
-    memory: LeakedMemory | None = None
+    memory: RetainedMemory | None = None
     end_signal: int | None = None
 
 
@@ -324,7 +324,7 @@ def _run_rank(pipe: Connection, rank: int, settings: RankSettings) -> None:
             return
 
 
-def _run_task(call: bytes, rank: int, settings: RankSettings) -> tuple[bytes, LeakedMemory]:
+def _run_task(call: bytes, rank: int, settings: RankSettings) -> tuple[bytes, RetainedMemory]:
     """Run one task in its own process group; return the pickled result, and memory and threads after it."""
     from ckptx.runtime.parallel.distributed import process_group, report_failure_to_peers
 
@@ -368,7 +368,7 @@ def _open_store(settings: RankSettings, rank: int, world: int, world_size: int) 
 _last_store: list[Any] = []
 
 
-def _measure_memory() -> LeakedMemory:
+def _measure_memory() -> RetainedMemory:
     """Measure live tensors, parameters and threads of this process after a garbage collection."""
     import torch
 
@@ -385,7 +385,7 @@ def _measure_memory() -> LeakedMemory:
     parameters = sum(issubclass(type(each), torch.nn.Parameter) for each in alive)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    return LeakedMemory(sum(storages.values()), parameters, _count_threads())
+    return RetainedMemory(sum(storages.values()), parameters, _count_threads())
 
 
 _min_threads: list[int] = []  # smallest number of threads after a task so far

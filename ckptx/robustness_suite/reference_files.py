@@ -66,13 +66,13 @@ def snapshot_files(root: Path, followed_paths: Iterable[Path] = (), previous: Ru
     """
     entries: dict[str, _FileState] = {}
     followed_names = [os.fspath(each) for each in followed_paths]
-    pending = [("", os.fspath(root), frozenset({_real_path(os.fspath(root))}))]
+    pending = [("", os.fspath(root), frozenset({os.path.realpath(root)}))]
     while pending:
         name, path, ancestors = pending.pop()
         for entry_name, entry_path in _list_folder(path):
             label = f"{name}/{entry_name}" if name else entry_name
             entries[label] = _read_state(entry_path, previous.entries.get(label) if previous is not None else None)
-            real_path = _real_path(entry_path)
+            real_path = os.path.realpath(entry_path)
             is_followed = any(entry_path == each or entry_path.startswith(f"{each}/") for each in followed_names)
             if os.path.islink(entry_path) and is_followed and os.path.isfile(entry_path):
                 entries[f"{label}/."] = _read_state(real_path, None)
@@ -90,7 +90,7 @@ def snapshot_files(root: Path, followed_paths: Iterable[Path] = (), previous: Ru
 
 
 def compare_file_snapshots(before: RunFiles, after: RunFiles) -> Verdict:
-    """Return the verdict of the oracle `reference`: files that were changed, added, deleted or renamed."""
+    """Return the verdict of the oracle `reference files`: files that were changed, added, deleted or renamed."""
     deleted = {name: before.entries[name].content for name in before.entries if name not in after.entries}
     added = {name: after.entries[name].content for name in after.entries if name not in before.entries}
     differences = []
@@ -126,10 +126,6 @@ def _change_text(before: str, after: str) -> str:
 def _list_folder(folder: str) -> Iterator[tuple[str, str]]:
     with suppress(OSError), os.scandir(folder) as entries:  # the reader of the checkpoint reports the error
         yield from sorted((each.name, each.path) for each in entries)
-
-
-def _real_path(path: str) -> str:
-    return os.path.realpath(path)
 
 
 def _read_state(path: str, previous: _FileState | None) -> _FileState:

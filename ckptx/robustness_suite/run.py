@@ -17,11 +17,11 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.environment import environment
 from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
-from ckptx.report.robustness_phrases import first_cause
+from ckptx.report.robustness_phrases import find_first_failure
 from ckptx.robustness_suite.memory import StepMemory, add_measurement, forecast_memory
 from ckptx.robustness_suite.oracles import Difference, Verdict
 from ckptx.robustness_suite.phases import Phase, select_phases
-from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.ranks import Ranks, RetainedMemory
 from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.robustness_suite.session import InjectedFault, Session
 from ckptx.runtime.training.recipe import Recipe
@@ -38,10 +38,10 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         CkptxError: See `ckptx.robustness`.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
-    phases, fault_name, settings, on_phase = options.phases, options.inject, options.settings, options.on_phase
+    phases, fault_name, overrides, on_phase = options.phases, options.inject, options.overrides, options.on_phase
     device, backend, gpu_memory = options.device, options.backend, options.gpu_bytes
     path = find_recipe(options.recipe)
-    recipe = read_recipe(path, settings, launched_world_size())
+    recipe = read_recipe(path, overrides, launched_world_size())
     log(recipe)
     selected_phases = select_phases(phases)
     injection = InjectedFault()
@@ -52,6 +52,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         injection = fault.injection
         if phases is None:
             selected_phases = [each for each in selected_phases if each.number == fault.phase]
+        _check_fault_phase(fault_name, fault.phase, selected_phases)
     if recipe.trainer is not None:
         _check_external_options(recipe, phases, fault_name)
     else:
@@ -59,8 +60,8 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     folder, is_temporary = _prepare_output(options.out)
     created_folder = folder
     try:
-        report = _initial_report(recipe, path, settings, fault_name, folder)
-        report = replace(report, environment=environment(device=device, backend=backend))
+        report = _initial_report(recipe, path, overrides, fault_name, folder)
+        report = replace(report, environment=environment())
         if recipe.trainer is not None:
             report = _run_external(report, recipe, path, log, on_phase)
         else:
@@ -78,13 +79,18 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                     folder = session.out = session.run_task("broadcast", folder)
                     report = replace(report, output_dir=str(folder))
                 on_phase(report)
-                session.source, session.devices = session.run_task("prepare", recipe, folder / "source")
+                session.source, session.devices, used_backend = session.run_task("prepare", recipe, folder / "source")
                 session.is_exact = session.devices is None
+                used_device = "cpu" if session.devices is None else "cuda"
+                report = replace(report, environment=environment(device=used_device, backend=used_backend))
                 forecast = forecast_memory(session, gpu_memory)
                 report = _run_phases(report, session, selected_phases, forecast, on_phase)
                 if ranks.is_launched:
                     session.run_task("broadcast", None)  # wait until all ranks have finished reading
             report = replace(report, **peak_of_processes([ranks.peak_rss], are_ranks=True))
+        if fault_name is not None and not report.exit:  # 1 would mean that the fault was detected
+            report = replace(report, exit=UsageError.exit_code)
+            log.note(f"--inject {fault_name}: no check failed; run the recipe without --set, or choose another fault")
     except BaseException as error:  # without a report, remove the output folder
         keeps_output = recipe.trainer is not None and isinstance(error, CkptxError)  # keep the output of the command
         if is_temporary and not (keeps_output and any(created_folder.iterdir())):
@@ -95,7 +101,21 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     if is_temporary and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, output_dir="")
-    return stopwatch.stop(replace(report, notes=log.notes, cause=first_cause(report)))
+    return stopwatch.stop(replace(report, notes=log.notes, first_failure=find_first_failure(report)))
+
+
+def _check_fault_phase(name: str, number: int, selected_phases: Sequence[Phase]) -> None:
+    """Check that the phase that detects a fault is selected.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if number not in {each.number for each in selected_phases}:
+        phase = next(each for each in select_phases(None) if each.number == number)
+        raise UsageError(
+            f"--inject {name}: the fault is detected in phase {number} ({phase.name}), which --phases does not select; "
+            f"add {number} to --phases, or leave out --phases to run this phase only"
+        )
 
 
 def _check_save_at(recipe: Recipe) -> None:
@@ -158,7 +178,7 @@ def _run_phases(
     )
 
 
-def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: LeakedMemory) -> dict[str, Any]:
+def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: RetainedMemory) -> dict[str, Any]:
     """Run a phase, add its row to the report, and return the row."""
     begin = time.perf_counter()
     findings = phase.run(session)
@@ -172,7 +192,7 @@ def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: 
     return builder.add(phase.name, phase.title, findings, seconds, number=phase.number, memory=memory)
 
 
-def measure_baseline(session: Session) -> LeakedMemory:
+def measure_baseline(session: Session) -> RetainedMemory:
     """Measure memory and threads after a run of two steps was released: the least that a trained process retains.
 
     Also measure the memory of the second step, which is that of all later steps.
@@ -184,21 +204,21 @@ def measure_baseline(session: Session) -> LeakedMemory:
     return baseline
 
 
-def _max_memory(samples: Sequence[LeakedMemory]) -> LeakedMemory:
-    return LeakedMemory(
-        *(max((each[index] for each in samples), default=0) for index in range(len(LeakedMemory._fields)))
+def _max_memory(samples: Sequence[RetainedMemory]) -> RetainedMemory:
+    return RetainedMemory(
+        *(max((each[index] for each in samples), default=0) for index in range(len(RetainedMemory._fields)))
     )
 
 
-def _memory_verdict(session: Session, baseline: LeakedMemory) -> Verdict:
+def _memory_verdict(session: Session, baseline: RetainedMemory) -> Verdict:
     """Compare memory and threads after a phase with the baseline."""
     retained = _max_memory(session.memory_samples)
     differences = [
         Difference("memory", name.replace("_", " "), None, f"at most {limit}", str(value))
-        for name, limit, value in zip(LeakedMemory._fields, baseline, retained, strict=True)
+        for name, limit, value in zip(RetainedMemory._fields, baseline, retained, strict=True)
         if value > limit
     ]
-    return Verdict("memory", len(LeakedMemory._fields) * len(session.memory_samples), differences)
+    return Verdict("memory", len(RetainedMemory._fields) * len(session.memory_samples), differences)
 
 
 def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
@@ -219,14 +239,14 @@ def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
 
 
 def _initial_report(
-    recipe: Recipe, path: Path, settings: Sequence[str], inject: str | None, out: Path
+    recipe: Recipe, path: Path, overrides: Sequence[str], inject: str | None, out: Path
 ) -> RobustnessReport:
     dims = recipe.layout.dims
     return RobustnessReport(
         command="robustness",
         recipe=recipe.name,
         recipe_file=str(path),
-        settings=dict(each.partition("=")[::2] for each in settings),
+        overrides=dict(each.partition("=")[::2] for each in overrides),
         injected_fault=inject,
         output_dir=str(out),
         world_size=dims.world_size,

@@ -98,7 +98,10 @@ class RunResult:
 
 
 def max_difference(reference: Logits, actual: Logits) -> float:
-    """Return the largest absolute difference of two sets of logits; NaN if one is not finite or shapes differ."""
+    """Return the largest absolute difference of two lists of logits, which have the same length.
+
+    NaN if shapes differ; NaN or infinity if an element is not finite.
+    """
     distances = [
         float(np.abs(first - second).max()) if first.shape == second.shape else float("nan")
         for first, second in zip(reference, actual, strict=True)

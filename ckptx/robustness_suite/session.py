@@ -13,7 +13,7 @@ from typing import Any
 from ckptx.errors import InternalError
 from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict, abs_difference, largest_value
-from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.ranks import Ranks, RetainedMemory
 from ckptx.robustness_suite.reference_files import RunFiles, compare_file_snapshots, snapshot_files
 from ckptx.robustness_suite.run_requests import EventHandler, Logits, RunRequest, RunResult, max_difference
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
@@ -54,7 +54,7 @@ class Session:
         losses: Name of a run -> step -> loss.
         kills: A row of the report for each killed save.
         memory_samples: Memory and threads of ranks after each task of the current phase.
-        reference: Last snapshot of the files that the uninterrupted run saved; None before that run.
+        reference_files: Last snapshot of the files that the uninterrupted run saved; None before that run.
         measured_memory: Measured bytes of tensors at the peak of a step and between steps, maximum over ranks; None
             before the measurement.
     """
@@ -68,11 +68,12 @@ class Session:
     injection: InjectedFault = field(default_factory=InjectedFault)
     losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
     kills: list[dict[str, Any]] = field(default_factory=list)
-    memory_samples: list[LeakedMemory] = field(default_factory=list)
+    memory_samples: list[RetainedMemory] = field(default_factory=list)
     measured_memory: tuple[int, int] | None = None
     devices: int | None = None
-    reference: RunFiles | None = None
+    reference_files: RunFiles | None = None
     _cache: dict[str, Any] = field(default_factory=dict)
+    _layouts_by_note: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -113,26 +114,40 @@ class Session:
         call = partial(function, *args)
         return self.run_task("call_on_rank_0", call) if self.ranks.is_launched else call()
 
-    def train(self, name: str, run: RunRequest, ranks: Ranks | None = None) -> RunResult:
+    def train(self, name: str, request: RunRequest, ranks: Ranks | None = None) -> RunResult:
         """Run the trainer, and return the results of all ranks.
 
         Args:
             name: Name of the run, for its folder, its losses and injected faults.
-            run: Request to send to the ranks.
+            request: Request to send to the ranks, without events and log file.
             ranks: Ranks to use; None for those of the session.
         """
-        run = replace(run, events=self.injection.events.get(name, {}), log_file=self.out / f"{name}.jsonl")
+        request = replace(request, events=self.injection.events.get(name, {}), log_file=self.out / f"{name}.jsonl")
         if name in self.injection.request_changes:
-            run = self.injection.request_changes[name](run)
-        layout = run.layout or run.recipe.layout
-        result = self.run_task("train", run, world_size=layout.dims.world_size, ranks=ranks)
+            request = self.injection.request_changes[name](request)
+        layout = request.layout or request.recipe.layout
+        result = self.run_task("train", request, world_size=layout.dims.world_size, ranks=ranks)
         assert isinstance(result, RunResult)
         self.losses[name] = result.losses
         for line in result.log_lines:
             _logger.info("%s: %s", name, line)
-        self.log.note(*result.notes)
+        for note in result.notes:
+            self._note_run(self.layout_text(layout), note)
         self.apply_file_fault(name, self.folder(name))
         return result
+
+    def _note_run(self, layout_text: str, note: str) -> None:
+        """Add a note on a run, or its mesh to the same note on earlier runs."""
+        layouts = self._layouts_by_note.setdefault(note, [])
+        if layout_text in layouts:
+            return
+        previous = f"run on {', '.join(layouts)}: {note}"
+        layouts.append(layout_text)
+        text = f"run on {', '.join(layouts)}: {note}"
+        if previous in self.log.notes:
+            self.log.notes[self.log.notes.index(previous)] = text
+        else:
+            self.log.note(text)
 
     def apply_file_fault(self, name: str, folder: Path) -> None:
         """Apply an injected fault to the folder of a run that has ended."""
@@ -149,11 +164,11 @@ class Session:
 
     def reference_verdict(self) -> Verdict | None:
         """Compare the files of the uninterrupted run with their last snapshot; return None before that run."""
-        if self.reference is None:
+        if self.reference_files is None:
             return None
-        previous = self.reference
-        self.reference = self.run_once(snapshot_files, self.folder("uninterrupted"), (), previous)
-        return compare_file_snapshots(previous, self.reference)
+        previous = self.reference_files
+        self.reference_files = self.run_once(snapshot_files, self.folder("uninterrupted"), (), previous)
+        return compare_file_snapshots(previous, self.reference_files)
 
     @contextmanager
     def fresh_ranks(self) -> Iterator[Ranks]:
@@ -182,9 +197,9 @@ class Session:
         """Return the result of the uninterrupted run, the reference of all other runs."""
         if "uninterrupted" not in self._cache:
             saves = {step: self.checkpoint_path("uninterrupted", step) for step in self.saved_steps}
-            run = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
-            self._cache["uninterrupted"] = self.train("uninterrupted", run)
-            self.reference = self.run_once(snapshot_files, self.folder("uninterrupted"))
+            request = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
+            self._cache["uninterrupted"] = self.train("uninterrupted", request)
+            self.reference_files = self.run_once(snapshot_files, self.folder("uninterrupted"))
         result = self._cache["uninterrupted"]
         assert isinstance(result, RunResult)
         return result
@@ -202,7 +217,11 @@ class Session:
 
     @property
     def noise(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the noise: differences of identical runs, and of runs with an embedding perturbed by 1 ULP."""
+        """Return the noise of "loss" and of "logits", each the largest difference of two kinds of runs.
+
+        "repeated" is the difference of two identical runs, "perturbed" that of runs with an embedding perturbed by 1
+        ULP.
+        """
         if "noise" not in self._cache:
             repeated = _max_differences(self.uninterrupted_result, self.repeated_result)
             perturbed = [
@@ -221,7 +240,7 @@ class Session:
 
     @property
     def measured_noise(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the noise, empty if no phase has measured it."""
+        """Return `noise`, or an empty mapping if no phase has measured it."""
         noise: Mapping[str, Mapping[str, float]] = self._cache.get("noise", {})
         return noise
 
@@ -237,14 +256,14 @@ class Session:
         return self.uninterrupted_result.logits
 
     def layout_text(self, layout: LayoutBlock) -> str:
-        """Return a layout as text: `tp2 x dp_shard4`, or `one rank`."""
+        """Return a layout as text: `tp 2 x dp_shard 4`, or `one rank`."""
         sizes = {
             "tp": layout.tp,
             "pp": layout.pp,
             "dp_shard": layout.dp_shard or 1,
             "dp_replicate": layout.dp_replicate,
         }
-        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def _max_differences(reference: RunResult, actual: RunResult) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Shorten the paths of multiprocessing's sockets, so that its fork server starts with any TMPDIR.
 
-The path of a socket has at most 107 bytes on Linux. multiprocessing creates its sockets in a directory below TMPDIR,
-with names of 32 characters, so a TMPDIR of 76 bytes is too long for its fork server. This module opens that directory
-and uses its path below /proc/PID/fd. Child processes can use this path as long as this process runs.
+The path of a socket has at most 107 bytes on Linux. multiprocessing creates a directory in TMPDIR, and its sockets in
+that directory; their names add 14 and 18 bytes, so a TMPDIR of 76 bytes is too long for its fork server. This module
+opens the directory and uses its path below /proc/PID/fd. Child processes can use this path while this process runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from multiprocessing import process, util
 from ckptx.errors import EnvironmentProblem
 
 _MAX_PATH_BYTES = 104  # smallest limit of any system for the path of a socket, with its final NUL
-_NAME_BYTES = len("/listener-") + 8  # bytes of the name that `tempfile` creates for a socket
+_SOCKET_NAME_BYTES = len("/listener-") + 8  # bytes that the name of a socket from `tempfile` adds to its directory
 _descriptors: dict[str, int] = {}  # directory -> descriptor, open until this process ends
 
 
@@ -24,7 +24,7 @@ def shorten_socket_paths() -> None:
         EnvironmentProblem: TMPDIR is too long, and /proc is not available.
     """
     directory = util.get_temp_dir()
-    if len(os.fsencode(directory)) + _NAME_BYTES < _MAX_PATH_BYTES:
+    if len(os.fsencode(directory)) + _SOCKET_NAME_BYTES < _MAX_PATH_BYTES:
         return
     config = process.current_process()._config  # type: ignore[attr-defined]  # `get_temp_dir` reads it
     try:
@@ -35,9 +35,10 @@ def shorten_socket_paths() -> None:
         if not os.path.samefile(short, directory):
             raise FileNotFoundError(short)
     except OSError as error:
+        parent, name = os.path.split(directory)
+        limit = _MAX_PATH_BYTES - 1 - _SOCKET_NAME_BYTES - len(os.fsencode(f"/{name}"))
         raise EnvironmentProblem(
-            f"TMPDIR: {len(os.fsencode(directory))} bytes are too long for the path of a socket, at most "
-            f"{_MAX_PATH_BYTES - _NAME_BYTES - 1} are possible, and /proc has no shorter name for it; set TMPDIR to a "
-            "shorter path"
+            f"TMPDIR: {parent} has {len(os.fsencode(parent))} bytes, too many for the path of a socket, at most "
+            f"{limit} are possible, and /proc has no shorter name for it; set TMPDIR to a shorter path"
         ) from error
     config["tempdir"] = short

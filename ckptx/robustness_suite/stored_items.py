@@ -60,13 +60,14 @@ from ckptx.robustness_suite.file_contents import (
     is_torch_archive,
 )
 from ckptx.robustness_suite.item_names import oracles_of
+from ckptx.robustness_suite.item_oracles import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.json_values import values_of_json
 from ckptx.robustness_suite.oracles import Items
 from ckptx.robustness_suite.pickle_reader import ContainerInfo, Leaf, PickleReader
-from ckptx.robustness_suite.state_kinds import StoredItem, is_generator_state, oracles_of_items
 from ckptx.robustness_suite.tensor_digests import TensorDigests
 from ckptx.storage.files import FilePool, read_head, read_small
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_RANKS, MAX_TENSORS
+from ckptx.wording import counted
 
 _NOISE_KEYS = re.compile(
     r"(.+_)?(time|timestamp|elapsed|hostname|runtime|per_second|seconds)|(wandb_|run_|save_)+id|uuid|best_model_checkpoint"
@@ -99,8 +100,9 @@ def read_items(path: Path, run_folder: Path | None = None) -> Items:
             None removes nothing.
 
     Returns:
-        (oracle, name) -> digest, or the value itself if it is short. For each tensor of the model and the optimizer,
-        ("finite", name) -> "finite", or the number of elements that are not.
+        (oracle, name) -> digest, or the value itself if it is short. For each floating-point tensor of a model, and of
+        the moments and master weights of an optimizer, ("finite", name) -> "finite", or the number of elements that
+        are not.
 
     Raises:
         InputError: The path has no checkpoint, or the checkpoint is damaged or too large.
@@ -116,7 +118,9 @@ def read_items(path: Path, run_folder: Path | None = None) -> Items:
     if not items.has_values:
         if items.first_error is not None:
             raise items.first_error
-        raise InputError(f"{path}: no checkpoint found, {_folder_text(path)}")
+        raise InputError(
+            f"{path}: no checkpoint found, {_folder_text(path)}; make the command of the trainer save one there"
+        )
     return items.items_by_oracle()
 
 
@@ -231,7 +235,8 @@ class _ItemCollector:
             for oracle in oracles:
                 items[oracle, unique_name] = value
             if num_nonfinite is not None and not _FINITE_ORACLES.isdisjoint(oracles):
-                items["finite", unique_name] = "finite" if not num_nonfinite else f"{num_nonfinite:,} elements are not"
+                count_text = f"{counted(num_nonfinite, 'element')} not finite"
+                items["finite", unique_name] = count_text if num_nonfinite else "finite"
         for name, value, oracles in self._files:
             items |= {(oracle, name): value for oracle in oracles}
         return items

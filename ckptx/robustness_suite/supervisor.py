@@ -4,10 +4,10 @@ A process that starts its own session, or forks twice, cannot be reached through
 child subreaper (PR_SET_CHILD_SUBREAPER): orphans of the command become its children, so that all of its descendants
 belong to the command. It is a separate process because ckptx may have other children.
 
-    stdin     one line of JSON: words, environment, time_limit. End of file: end all processes now
+    stdin     one line of JSON: arguments, environment, time_limit. End of file: end all processes now
     stderr    output of the command
-    stdout    one line of JSON: code, seconds, is_timed_out, remaining_processes, unkillable; or error, if the command
-              cannot be started
+    stdout    one line of JSON: code (null if the command could not be ended), seconds, is_timed_out,
+              remaining_processes, unkillable; or error, if the command cannot be started
 
 This file imports only the standard library, so that it starts in a few milliseconds.
 """
@@ -59,7 +59,7 @@ class _Supervisor:
         is_abandoned: True if ckptx has closed stdin, or has ended.
     """
 
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._wakeup_reader, wakeup_writer = os.pipe()
@@ -71,7 +71,7 @@ class _Supervisor:
         self.is_abandoned = False
         self._has_children = True
         self._command = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env=environment, start_new_session=True
+            arguments, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env=environment, start_new_session=True
         )
 
     def wait(self, seconds: float, condition: Callable[[], bool]) -> bool:
@@ -194,7 +194,7 @@ def _command_line(process: _Process) -> str:
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     begin = time.monotonic()
     try:
-        command = _Supervisor(request["words"], request["environment"])
+        command = _Supervisor(request["arguments"], request["environment"])
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     is_timed_out = not command.wait(request["time_limit"], command.has_ended)

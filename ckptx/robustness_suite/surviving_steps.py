@@ -111,11 +111,11 @@ def _check_next_save(root: Path, next_save: Callable[[], int], expected_digests:
 
 
 def content_digest(path: Path) -> str:
-    """Return a digest of all contents of a DCP as stock torch loads it, and check that ckptx reads the same.
+    """Return a digest of all contents of a DCP as stock torch loads it, and check that ckptx reads the same tensors.
 
     Raises:
         CkptxError: ckptx cannot read it, or torch cannot.
-        ValueError: ckptx and torch read different contents.
+        ValueError: ckptx and torch read different bytes of a tensor.
         Exception: torch cannot read its metadata; the class depends on the damage.
     """
     state = _load_with_torch(path)

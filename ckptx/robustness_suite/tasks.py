@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ckptx.robustness_suite.kills import kill_at, record_operations
+from ckptx.robustness_suite.oracles import largest_value
 from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunRequest, RunResult, max_difference
-from ckptx.robustness_suite.state_snapshot import collect_items, shard_digests
 from ckptx.robustness_suite.surviving_steps import SurvivingSteps, check_steps
+from ckptx.robustness_suite.trainer_items import collect_items, shard_digests
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step
 from ckptx.runtime.model.build import read_config
 from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
@@ -36,8 +38,8 @@ _NUM_PROBE_SAMPLES = 2  # samples whose logits are compared
 LABELS = "labels"
 
 
-def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None]:
-    """Return the initial checkpoint of a recipe, which rank 0 writes if there is none, and the number of GPUs.
+def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None, str]:
+    """Return the initial checkpoint of a recipe, which rank 0 writes if there is none; number of GPUs; and backend.
 
     The number of GPUs is None on a CPU.
     """
@@ -46,7 +48,8 @@ def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple
         if rank_context.rank == 0:
             checkpoint = prepare_source(recipe, directory)
     source: Path = broadcast_object(checkpoint)
-    return source, None if rank_context.device.type == "cpu" else torch.cuda.device_count()
+    devices = None if rank_context.device.type == "cpu" else torch.cuda.device_count()
+    return source, devices, dist.get_backend()
 
 
 def broadcast(rank_context: RankContext, value: Any) -> Any:
@@ -128,7 +131,7 @@ def _train(rank_context: RankContext, request: RunRequest, trainer: Trainer, dat
         shard_digests={step: [digests for _, digests in by_rank] for step, by_rank in snapshots.items()},
         logits=logits,
         sharded_counts=(max(num_sharded for num_sharded, _ in sharded), max(count for _, count in sharded)),
-        wrapped_layers=max(all_gather_object(trainer.rank_model.wrapped_layers)),
+        wrapped_layers=max(all_gather_object(trainer.rank_model.checkpointed_layer_count)),
         notes=list(dict.fromkeys(note for each in all_gather_object(trainer.notes) for note in each)),
         measured_memory=_max_measured(all_gather_object(measured)) if request.measures_memory else None,
     )
@@ -217,14 +220,14 @@ def _compute_stock_logits(
             return [model(**each).logits.float().cpu().numpy() for each in batches]
 
     reference = logits()
-    noise = 0.0
+    differences = []
     table = model.get_input_embeddings().weight
     original = table.detach().clone()
     for seed in range(num_perturbations):
         with torch.no_grad():
             table.copy_(perturb_copy(original, _make_generator(seed)))
-        noise = max(noise, max_difference(reference, logits()))
-    return reference, noise
+        differences.append(max_difference(reference, logits()))
+    return reference, largest_value(differences)
 
 
 def compute_runtime_logits(rank_context: RankContext, request: RunRequest) -> Logits | None:

@@ -12,7 +12,7 @@ from ckptx.errors import UsageError
 from ckptx.robustness_suite.faults import FAULTS, find_fault
 from ckptx.robustness_suite.oracles import ORACLE_ORDER
 from ckptx.robustness_suite.phases import PHASES
-from ckptx.robustness_suite.ranks import LeakedMemory
+from ckptx.robustness_suite.ranks import RetainedMemory
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -22,7 +22,7 @@ OTHERS = [name for name, each in FAULTS.items() if each.phase != RESUME]
 # Two runs that go on, from steps 2 and 3; past the end of an epoch, as the recipe itself.
 SHORT = ("training.steps=4", "training.save_at=[2]")
 SHALLOW = "model.config.num_hidden_layers=2"
-Opened = tuple[Session, LeakedMemory]
+Opened = tuple[Session, RetainedMemory]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def test_without_a_fault_nothing_is_named(session: Opened, number: int) -> None:
 @pytest.mark.parametrize("name", OF_RESUME)
 def test_a_fault_of_a_resumed_run_is_named(session: Opened, name: str) -> None:
     row = run_with_fault(*session, name, RESUME)
-    assert row["expected_oracle"] in row["failed"], row["differing"]
+    assert row["expected_check"] in row["failed"], row["differing"]
     first = min((each for each in row["failed"]), key=ORACLE_ORDER.index)
-    assert first in (row["expected_oracle"], "finite"), "nothing that comes before is blamed"
+    assert first in (row["expected_check"], "finite"), "nothing that comes before is blamed"
 
 
 @pytest.mark.slow  # `test_robustness_run.py` injects one of them by the command
@@ -59,7 +59,7 @@ def test_a_fault_of_another_phase_is_named(tmp_path: Path, name: str) -> None:
     settings = SHORT if FAULTS[name].phase == OTHER_LAYOUTS else (*SHORT, SHALLOW)  # one of them cuts four layers
     with open_session(tmp_path / "out", FAULTS[name].min_mesh, settings=settings) as (session, baseline):
         row = run_with_fault(session, baseline, name, FAULTS[name].phase)
-        assert row["expected_oracle"] in row["failed"], row["differing"]
+        assert row["expected_check"] in row["failed"], row["differing"]
 
 
 def test_a_fault_that_is_none_and_one_without_a_place() -> None:

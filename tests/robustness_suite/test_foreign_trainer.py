@@ -187,7 +187,8 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path, fault: str,
     [
         ({"command": "x {step_count}"}, r"trainer.command: the placeholder {step_count} is unknown"),
         ({"command": "x {totl_steps}"}, r"did you mean {total_steps}\?"),
-        ({"command": "x 'y"}, "is not a valid command: No closing quotation"),
+        ({"command": "x 'y"}, "is not a valid command: No closing quotation; close the quote"),
+        ({"command": "x y\\"}, "No escaped character; close the quote, or remove a backslash at the end"),
         ({"command": "  "}, "is empty"),
         ({"resume": "--from {checkpont}"}, r"trainer.resume: .* did you mean {checkpoint}\?"),
         ({"environment": {"A": "{otu}"}}, r"trainer.environment.A: .* did you mean {out}\?"),
@@ -333,3 +334,11 @@ def test_random_numbers_of_one_rank_everywhere_are_told_from_a_draw() -> None:
     for after, said in ((alike, "RNG state of another rank was restored"), (drawn, "RNG state differs on ranks 0-2")):
         assert likely_causes(compare([before], [after]), before, after)[0].startswith(said)
     assert likely_causes(compare([before], [before]), before, before) == []
+
+
+@pytest.mark.parametrize(("number", "said"), [(2, "and 1 other change"), (3, "and 2 other changes")])
+def test_other_changes_of_a_setting_are_counted(number: int, said: str) -> None:
+    before = {("param groups", f"optimizer.param_groups.{index}.weight_decay"): "0.1" for index in range(number)}
+    after = {key: f"0.{index + 2}" for index, key in enumerate(before)}
+    (cause,) = likely_causes(compare([before], [after]), before, after)
+    assert f"0.1 in the reference, 0.2 after the resume, {said})" in cause

@@ -11,7 +11,7 @@ import pytest
 
 from ckptx.errors import UsageError
 from ckptx.robustness_suite import losses
-from ckptx.robustness_suite.commands import fill_placeholders, placeholders, split_command
+from ckptx.robustness_suite.commands import fill_placeholders, find_placeholders, split_command
 from ckptx.robustness_suite.losses import check_losses, read_losses
 from ckptx.runtime.training.recipe import TrainerBlock
 from tests.robustness_suite.test_foreign_trainer import run
@@ -88,7 +88,7 @@ NO_WIDTHS = (
 def test_a_number_of_steps_may_have_a_width(name: str, width: str) -> None:
     text = f"iter_{{{name}{width}}}/x"
     assert fill_placeholders(text, VALUES, "trainer.checkpoint") == f"iter_{format(int(VALUES[name]), width[1:])}/x"
-    assert placeholders(text) == {name}
+    assert find_placeholders(text) == {name}
 
 
 @pytest.mark.parametrize(("name", "width"), product(("step", "steps"), NO_WIDTHS))

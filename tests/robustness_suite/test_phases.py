@@ -16,6 +16,7 @@ from ckptx.report.report import Log
 from ckptx.robustness_suite.oracles import Verdict
 from ckptx.robustness_suite.phases import _compare_state, _compare_tensors, check_other_layouts
 from ckptx.robustness_suite.ranks import Ranks
+from ckptx.robustness_suite.run_requests import RunResult
 from ckptx.robustness_suite.session import Session
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -113,7 +114,30 @@ def test_meshes_that_need_more_devices_than_there_are_are_left_out(tmp_path: Pat
         found = check_other_layouts(session)
     assert not found.verdicts  # nothing was compared, and so nothing passes
     said = "not run, requires 4 ranks, which are not available"
-    assert found.skip_reason == f"tp4: {said}; tp2 x pp2: {said}"
+    assert found.skip_reason == f"tp 4: {said}; tp 2 x pp 2: {said}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [("{tp: 2, dp_shard: 2}", "tp 2 x dp_shard 2"), ("{dp_shard: 1}", "one rank")]
+)
+def test_a_note_of_a_run_gives_its_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, mesh: str
+) -> None:
+    """The name of a run, `layout-1`, means nothing to the user."""
+    note = "the checkpoint was saved with another number of ranks"
+    result = RunResult(
+        losses={}, log_lines=[], start_items=[], items={}, shard_digests={}, logits=None, sharded_counts=(0, 0),
+        wrapped_layers=0, notes=[note], measured_memory=None,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        session = session_with(f"[{layout}]", tmp_path, stack)
+        monkeypatch.setattr(Session, "run_task", lambda *args, **others: result)
+        session.train("layout-1", session.make_request(layout=session.recipe.checks.layouts[0]))
+        assert list(session.log.notes) == [f"run on {mesh}: {note}"]
+        request = session.make_request(layout=session.recipe.checks.layouts[0])
+        session.train("layout-2", session.make_request())
+        session.train("layout-3", request)
+    assert list(session.log.notes) == [f"run on {mesh}, {session.layout_text(session.recipe.layout)}: {note}"]
 
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

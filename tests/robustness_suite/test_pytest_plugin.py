@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from ckptx import pytest_plugin
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.pytest_plugin import PHASES
 from ckptx.report.documents.robustness import RobustnessReport
-from ckptx.runtime.training.recipe_file import list_shipped_recipes, read_recipe
+from ckptx.runtime.training.recipe_file import read_recipe
 from tests.report.made import oracle, phase, robust
 
 pytest_plugins = ["pytester"]
@@ -33,7 +34,7 @@ from ckptx.report.documents.robustness import RobustnessReport
 def robustness(options):
     recipe = options.recipe
     with open("calls", "a") as file:
-        print(json.dumps([recipe, list(options.settings), str(options.out)]), file=file)
+        print(json.dumps([recipe, list(options.overrides), str(options.out)]), file=file)
     path = Path(recipe + ".json")
     if not path.exists():
         raise InputError(f"{recipe}: is no recipe, needed one of small; name another")
@@ -204,10 +205,10 @@ def test_the_fixture_runs_a_recipe_and_asserts_nothing(project: Project, pyteste
     project.recipe(FAILING)
     pytester.makepyfile("""
         def test_checkpoints(checkpoint_robustness, tmp_path):
-            report = checkpoint_robustness("broken", settings=["layout.tp=2"])
+            report = checkpoint_robustness("broken", overrides=["layout.tp=2"])
             assert not report.ok
             assert report.phases[-1]["checks"][0]["name"] == "rng"
-            assert not checkpoint_robustness("broken", settings=[], out=tmp_path / "mine").ok
+            assert not checkpoint_robustness("broken", overrides=[], out=tmp_path / "mine").ok
     """)
     project.run().assert_outcomes(passed=1)
     first, second = project.calls

@@ -27,6 +27,6 @@ RECIPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_passes_all_but_the_kills(name: str, tmp_path: Path) -> None:
-    report = robustness(name, settings=RECIPES[name], phases="0-6", out=tmp_path / "out", device="cpu")
+    report = robustness(name, overrides=RECIPES[name], phases="0-6", out=tmp_path / "out", device="cpu")
     assert not report.exit, robustness_text(report)
     assert all(phase["ok"] is not False for phase in report.phases)

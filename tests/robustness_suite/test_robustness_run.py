@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import EnvironmentProblem, OutputError, SpaceError, UnsupportedError, UsageError
+from ckptx.robustness_suite.faults import FAULTS
 from ckptx.robustness_suite.memory import _forecast_step
 from ckptx.robustness_suite.phases import PHASES, select_phases
+from ckptx.robustness_suite.session import InjectedFault
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
 from tests.support.import_tool import ROOT
@@ -83,6 +86,17 @@ def test_a_fault_runs_the_phase_that_names_it_and_everything_stays(temporary: Pa
     assert json.loads((tmp_path / "report").read_text(encoding="utf-8"))["exit"] == 1
 
 
+def test_a_fault_that_no_check_detects_is_no_pass(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAULTS, "byte_changed", replace(FAULTS["byte_changed"], injection=InjectedFault()))
+    junit = tmp_path / "junit"
+    document, _ = ran("llama_tiny", *SMALLER, "--inject", "byte_changed", "--junit", str(junit), code=2)
+    assert (document["ok"], [each["ok"] for each in document["phases"]]) == (False, [True])
+    assert "--inject byte_changed: no check failed" in document["notes"][-1]
+    assert "NOT DETECTED: llama_tiny, 1 phase; injected fault: byte_changed" in junit.read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptx", "robustness", "llama_tiny", "--device", "cpu", "--json"]
@@ -105,6 +119,10 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
         (["llama_tiny", "--phases", "9"], '--phases: "9" must be one of 0 (initial logits)'),
         (["llama_tiny", "--phases", "3-1"], '--phases: "3-1" must be one of'),
         (["llama_tiny", "--inject", "nothing"], "no such fault"),
+        (
+            ["llama_tiny", "--phases", "1,3", "--inject", "one_moment_lost"],
+            "--inject one_moment_lost: the fault is detected in phase 6 (resume), which --phases does not select",
+        ),
         (["llama_tiny", "--gpu-memory", "many"], "--gpu-memory"),
         (["llama_tiny", "--backend", "mpi"], '--backend: "mpi" must be one of auto, gloo, nccl'),
         (["llama_tiny", "--device", "tpu"], '--device: "tpu" must be one of auto, cpu, cuda'),
@@ -125,7 +143,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.
     }
     settings = [value for option, value in zip(arguments[1::2], arguments[2::2], strict=True) if option == "--set"]
     with pytest.raises(UsageError) as error:
-        ckptx.robustness(arguments[0], settings=settings, **options)  # type: ignore[arg-type]
+        ckptx.robustness(arguments[0], overrides=settings, **options)  # type: ignore[arg-type]
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -144,13 +162,13 @@ def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
 
 def test_what_cannot_fit_is_refused_before_it_trains(temporary: Path) -> None:
     with pytest.raises(SpaceError, match=r"--gpu-memory: llama_tiny takes .* more than 1\.00 GiB"):
-        ckptx.robustness("llama_tiny", settings=SMALLER[1::2], gpu_memory="1GB", device="cpu")
+        ckptx.robustness("llama_tiny", overrides=SMALLER[1::2], gpu_memory="1GB", device="cpu")
     assert not [*temporary.glob("ckptx-*")]
 
 
 def test_a_model_whose_code_fails_is_no_defect_of_ours(temporary: Path) -> None:
     with pytest.raises(UnsupportedError, match="Qwen3MoeForCausalLM: the code of the model failed: RuntimeError: "):
-        ckptx.robustness("qwen3_moe_tiny", settings=["model.config.num_experts_per_tok=99"], device="cpu")
+        ckptx.robustness("qwen3_moe_tiny", overrides=["model.config.num_experts_per_tok=99"], device="cpu")
     assert not [*temporary.glob("ckptx-*")]
 
 
@@ -168,10 +186,10 @@ def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_a_command_printed_stays_when_it_fails(temporary: Path) -> None:
     failing = ["trainer.command='{python} -c \"exit(3)\" {resume}'"]
     with pytest.raises(EnvironmentProblem, match="uninterrupted: ended with exit code 3") as caught:
-        ckptx.robustness("fsdp2_script", settings=failing)
+        ckptx.robustness("fsdp2_script", overrides=failing)
     (folder,) = temporary.glob("ckptx-robustness-*")
     assert (folder / "uninterrupted" / "output.log").is_file() and str(folder) in str(caught.value)
     shutil.rmtree(folder)
     with pytest.raises(UsageError, match=r"trainer\.time_limit"):
-        ckptx.robustness("fsdp2_script", settings=["trainer.time_limit=0"])
+        ckptx.robustness("fsdp2_script", overrides=["trainer.time_limit=0"])
     assert not any(temporary.iterdir())

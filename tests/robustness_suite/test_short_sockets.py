@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from multiprocessing import process
 from pathlib import Path
 
 import pytest
+
+from ckptx.errors import EnvironmentProblem
+from ckptx.robustness_suite import short_sockets
 
 START = """
 import multiprocessing, os, sys
@@ -64,6 +71,39 @@ def test_a_fork_server_starts_wherever_temporary_files_are(short_path: Path, len
     )
     assert done.stdout == "fine\n", done.stderr
     assert not any(directory.iterdir()), "nothing is left there"
+
+
+def socket_path_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error with this TMPDIR if /proc is not available; empty if there is none."""
+
+    def refuse(*_: object) -> bool:
+        raise FileNotFoundError("/proc")
+
+    with monkeypatch.context() as patch:
+        config = process.current_process()._config  # type: ignore[attr-defined]  # as multiprocessing does
+        patch.setitem(config, "tempdir", tempfile.mkdtemp(prefix="pymp-", dir=directory))
+        patch.setattr(short_sockets, "_descriptors", {})
+        patch.setattr(os.path, "samefile", refuse)
+        try:
+            short_sockets.shorten_socket_paths()
+        except EnvironmentProblem as error:
+            return str(error)
+    return ""
+
+
+def test_the_limit_in_the_error_is_the_longest_tmpdir_that_is_possible(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {}
+    for length in range(30, 121):
+        directory = long_directory(short_path, length)
+        assert len(os.fsencode(directory)) == length
+        errors[length] = socket_path_error(directory, monkeypatch)
+        shutil.rmtree(directory)
+    longest = max(length for length, error in errors.items() if not error)
+    assert 30 < longest < 120 and not any(errors[length] for length in range(30, longest + 1))
+    for length in range(longest + 1, 121):
+        assert re.search(rf"^TMPDIR: \S+ has {length} bytes, .* at most {longest} are possible", errors[length])
 
 
 @pytest.mark.slow

@@ -100,13 +100,25 @@ def test_what_a_command_leaves_is_ended(
             f"(pid {number})" in each for number in numbers for each in found.remaining_processes
         )
         (said,) = found.notes()
-        assert "of the command still ran after it ended: " in said and said.endswith("; ended by ckptx")
+        assert said.startswith("ckptx ended ") and " that the command had left running: " in said
 
 
 def test_a_helper_that_ends_by_itself_is_not_named(tmp_path: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '0.3'], start_new_session=True)"
     found = run_command([sys.executable, "-c", code], tmp_path / "log", {}, 60)
     assert found.code == 0 and not found.remaining_processes and not list(found.notes())
+
+
+def test_the_texts_state_what_was_ended_and_what_was_not() -> None:
+    assert CommandResult(0, 40.0, [], True).failure_text() == "was ended after 40 seconds, its time limit"
+    assert CommandResult(None, 40.0, [], True).failure_text() == "could not be ended after 40 seconds, its time limit"
+    result = CommandResult(1, 1.0, [], False, ["python a.py", "python b.py"], ["python c.py"])
+    assert list(result.notes()) == [
+        'ckptx ended 2 processes that the command had left running: "python a.py", "python b.py"',
+        '1 process of the command could not be ended: "python c.py"; end it before the next run',
+    ]
+    (note,) = CommandResult(1, 1.0, [], False, (), [f"sleep {number}" for number in range(8)]).notes()
+    assert note.endswith('"sleep 5" and 2 more; end them before the next run')
 
 
 def test_other_children_of_this_process_live_on(tmp_path: Path) -> None:
@@ -141,6 +153,6 @@ def test_a_note_of_the_phase_names_it(tmp_path: Path) -> None:
     outcome = run(tmp_path, command=command)
     assert outcome.ok and failed(outcome) == {} and time.monotonic() - begin < 60
     for name in ("uninterrupted", "rerun", "load and save", "resumed"):
-        assert "1 process of the command still ran after it ended: " in notes(outcome, name) and "sleep 611" in notes(
+        assert "ckptx ended 1 process that the command had left running: " in notes(
             outcome, name
-        )
+        ) and "sleep 611" in notes(outcome, name)

@@ -14,7 +14,7 @@ import pytest
 from ckptx.report.junit import junit_xml
 from ckptx.report.robustness import robustness_text, robustness_verdict
 from ckptx.report.robustness_html import robustness_page
-from ckptx.report.robustness_phrases import CAUSES, cause_text, first_cause, oracle_text
+from ckptx.report.robustness_phrases import CAUSES, cause_text, check_text, find_first_failure
 from ckptx.robustness_suite import robustness
 from ckptx.robustness_suite.oracles import (
     ORACLE_ORDER,
@@ -31,15 +31,15 @@ from tests.robustness_suite.test_foreign_trainer import run
 NOISES = (None, 0.0, 1e-45, 4.77e-07, 0.1, 1e30, nan, inf)
 TIMES = (0.0, 1.0, 8.0, 100.0)
 PAIRS = ((), ((1.0, 1.0),), ((1.0, 1.0), (2.0, 2.5)), ((1.0, nan),), ((inf, 1.0),))
-TEXT = re.compile(r"difference (\S+), tolerance (\S+) \((?:(\S+) x noise (\S+)|equal bits required)\)")
+TEXT = re.compile(r"difference (\S+), tolerance (\S+) \((?:(\S+) x noise (\S+)|bit-identity required)\)")
 
 
 @pytest.mark.parametrize(("noise", "times", "pairs"), product(NOISES, TIMES, PAIRS))
 def test_a_limit_is_the_product_that_is_printed(noise: float | None, times: float, pairs: Any) -> None:
     verdict = compare_measurements("loss", pairs, noise, times, 8.0)
     row = verdict.row()
-    found = TEXT.fullmatch(oracle_text(row))
-    assert found is not None, oracle_text(row)
+    found = TEXT.fullmatch(check_text(row))
+    assert found is not None, check_text(row)
     value, limit, factor, printed_noise = found.groups()
     if noise is None:
         assert (limit, factor, row["tolerance"], row["noise_factor"], row["noise"]) == ("0", None, 0.0, None, None)
@@ -89,21 +89,21 @@ def test_an_oracle_that_compared_nothing_is_no_pass(name: str, is_measure: bool)
     assert Verdict(name, 0, [Difference(name, "x", None, None, "1")]).ok is False
     report = robust(phases=[phase("replicas", True, verdict.row(), oracle("model"))])
     said = robustness_text(report)
-    assert f"      {name}: not checked: " in said and "0 items" not in said
+    assert f"      {name}: skipped: " in said and "0 items" not in said
     page = re.sub("<[^>]*>", " ", robustness_page(report, "small"))
-    assert "not checked: " in page and " 0 identical" not in page
+    assert "skipped: " in page and " 0 identical" not in page
     case = next(
         each for each in ET.fromstring(junit_xml(report, "small").encode()).iter("testcase")
         if each.get("name") == name and str(each.get("classname")).endswith(".replicas")
     )  # fmt: skip
     skipped = case.find("skipped")
-    assert skipped is not None and str(skipped.get("message")).startswith("not checked: ")
+    assert skipped is not None and str(skipped.get("message")).startswith("skipped: ")
 
 
 def test_replicas_of_a_sharded_model_are_not_checked() -> None:
     found = compare_replicas([{("w", "rows 0-8"): "1"}, {("w", "rows 8-16"): "2"}])
     assert (found.compared, found.ok) == (0, None)
-    assert "not checked: no replicated state" in robustness_text(robust(phases=[phase("replicas", True, found.row())]))
+    assert "skipped: no replicated state" in robustness_text(robust(phases=[phase("replicas", True, found.row())]))
 
 
 def test_a_phase_of_nothing_but_such_is_not_ok() -> None:
@@ -130,20 +130,24 @@ def test_the_last_line_names_what_failed_first(tmp_path: Path, fault: str) -> No
     )
     report = robustness(recipe, out=tmp_path / "out")
     name, which = FAULTS[fault]
-    assert report.exit == 1 and report.cause is not None
-    assert (report.cause["phase"], report.cause["check"]) == (name, which)
+    assert report.exit == 1 and report.first_failure is not None
+    assert (report.first_failure["phase"], report.first_failure["check"]) == (name, which)
     last = robustness_text(report).splitlines()[-1]
-    assert last == cause_text(report) == f"cause: {name}{f', check {which}' if which else ''}: {report.cause['cause']}"
+    assert (
+        last
+        == cause_text(report)
+        == f"cause: {name}{f', check {which}' if which else ''}: {report.first_failure['cause']}"
+    )
     assert robustness_verdict(report).endswith(last)
     suite = ET.fromstring(junit_xml(report, "stub").encode())
     failures = [each.get("message") or "" for each in suite.iter("failure")]
-    assert str(report.cause["cause"])[:60] in failures[0]
+    assert str(report.first_failure["cause"])[:60] in failures[0]
     assert any(each.get("name") == "cause" for each in suite.iter("property"))
     assert "CAUSE" in robustness_page(report, "stub")
 
 
 def test_a_run_that_passes_has_no_cause() -> None:
-    assert first_cause(robust()) is None and "cause" not in robustness_text(robust())
+    assert find_first_failure(robust()) is None and "cause" not in robustness_text(robust())
 
 
 @pytest.mark.parametrize(("name", "later"), product(ORACLE_ORDER, ORACLE_ORDER[:4]))
@@ -156,4 +160,4 @@ def test_the_earliest_phase_and_its_first_oracle(name: str, later: str) -> None:
             phase("fourth", False, oracle(later, ["c"])),
         ],
     )  # fmt: skip
-    assert first_cause(report) == {"phase": "third", "check": name, "cause": CAUSES[name]}
+    assert find_first_failure(report) == {"phase": "third", "check": name, "cause": CAUSES[name]}

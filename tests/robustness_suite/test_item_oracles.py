@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptx.robustness_suite.causes import likely_causes, rank_in_name
 from ckptx.robustness_suite.item_names import kind_of_word
+from ckptx.robustness_suite.item_oracles import StoredItem, oracles_of_items
 from ckptx.robustness_suite.oracles import Items, compare
-from ckptx.robustness_suite.state_kinds import StoredItem, oracles_of_items
 from ckptx.robustness_suite.stored_items import read_items
 from tests.robustness_suite.naming_styles import CHANGES, ORACLES, SENTENCES, STYLES, states
 

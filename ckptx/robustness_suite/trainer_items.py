@@ -28,7 +28,7 @@ def collect_items(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[st
     for name, value in _model_state(trainer):
         items["model", name] = tensor_digest(value)
         items["finite", name] = finite_text(value, may_be_infinite=not isinstance(value, torch.nn.Parameter))
-        items["names", name] = "there"
+        items["names", name] = "present"
     names = {id(parameter): name for name, parameter in trainer.rank_model.parameters()}
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
@@ -42,7 +42,8 @@ def collect_items(trainer: Trainer, *, with_batch: bool = True) -> dict[tuple[st
             for key, value in group.items():
                 if key not in ("params", "lr"):
                     items["param groups", f"{name}.{key}"] = _value_text(value)
-        items["learning rate", "lr"] = repr(float(group["lr"]))
+    # One item for all groups, as a rank with other parameters has the same groups.
+    items["learning rate", "lr"] = ", ".join(repr(float(group["lr"])) for group in trainer.optimizer.param_groups)
     for key, value in trainer.scheduler.state_dict().items():
         items["scheduler", key] = _value_text(value)
     items["step", "step"] = str(trainer.completed_steps)
@@ -70,10 +71,10 @@ def shard_digests(trainer: Trainer) -> dict[tuple[str, str], str]:
 
 
 def tensor_digest(value: Any) -> str:
-    """Return a digest of bytes, dtype and shape of the local shard of a tensor."""
+    """Return a digest of bytes, dtype and shape of the local shard of a tensor; another value as a string."""
     if not isinstance(value, Tensor):
         return _value_text(value)
-    local = _local_shard(value).detach().contiguous()
+    local = local_tensor(value).detach().contiguous()
     hasher = xxhash.xxh3_128(f"{local.dtype} {tuple(local.shape)}".encode())
     if local.numel():
         hasher.update(memoryview(local.reshape(-1).view(torch.uint8).cpu().numpy()))
@@ -84,7 +85,7 @@ def finite_text(value: Any, *, may_be_infinite: bool = False) -> str:
     """Return "finite", or the number of NaN and infinite elements in words; `may_be_infinite` allows infinity."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return "finite"
-    local = _local_shard(value).detach()
+    local = local_tensor(value).detach()
     num_nan = int(local.isnan().sum())
     num_infinite = 0 if may_be_infinite else int(local.isinf().sum())
     texts = [f"{number} {word}" for number, word in ((num_nan, "NaN"), (num_infinite, "infinite")) if number]
@@ -95,10 +96,6 @@ def _model_state(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for model in trainer.rank_model.models:
         for name, value in model.state_dict(keep_vars=True).items():
             yield canonical_name(name), value
-
-
-def _local_shard(value: Tensor) -> Tensor:
-    return local_tensor(value)
 
 
 def _shard_text(value: Any) -> str:
