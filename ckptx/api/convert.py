@@ -18,11 +18,14 @@ from ckptx.report.report import Log, Stopwatch
 def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
     """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected.
 
+    With to-hf, `tied="alias"` and `optimizer="keep"` raise an error, because safetensors have no aliases and hold the
+    model only.
+
     Returns:
         The report that `--json` prints.
 
     Raises:
-        CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
+        CkptxError: The subclass for the exit code, 2 to 7. No output is created in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as checkpoint:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptx.errors import UsageError, missing_package
+from ckptx.model_view.sharder import read_plan
 from ckptx.options.api import two_table_api
 from ckptx.options.forecast import ForecastOptions, SearchOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
@@ -35,29 +36,25 @@ def forecast(options: ForecastOptions | SearchOptions) -> ForecastReport | Searc
         UnsupportedError: The model class cannot run with these options, or its computation depends on tensor values.
         EnvironmentProblem: A package is missing.
     """
-    stopwatch, log = Stopwatch(), options.log or Log()
-    try:
-        import_module("ckptx.runtime.forecasting.ranks")  # it imports torch
-    except ImportError as error:
-        raise missing_package("forecast", error) from error
-    from ckptx.runtime.forecasting.model_config import errors_naming
+    from ckptx.runtime.forecasting.model_config import config_path_in_errors_as
 
+    stopwatch, log = Stopwatch(), options.log or Log()
     source = str(options.model) if options.recipe is None else f"{options.recipe}: model.config"
     with (
         tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory,
-        errors_naming(source, Path(directory)),
+        config_path_in_errors_as(source, Path(directory)),
     ):
         task = _make_task(options, Path(directory), log)
         report = (
-            _search_report(options, task, Path(directory))
+            _search_report(options, task, Path(directory), log)
             if isinstance(options, SearchOptions)
-            else _forecast_report(options, task)
+            else _forecast_report(options, task, log)
         )
         return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
 def _make_task(options: ForecastOptions | SearchOptions, directory: Path, log: Log) -> ForecastTask:
-    """Return the training step that a recipe or the options describe.
+    """Return the training step that a recipe or the options describe; import torch once they have been checked.
 
     Args:
         options: Options of the command.
@@ -65,47 +62,98 @@ def _make_task(options: ForecastOptions | SearchOptions, directory: Path, log: L
         log: Log for the notes of the recipe.
 
     Raises:
-        UsageError: The recipe trains with its own command.
+        CkptxError: The recipe, config.json or TP plan cannot be read or has an invalid value, or the recipe trains with
+            its own command.
+        EnvironmentProblem: A package is missing.
     """
-    from ckptx.runtime.forecasting.model_config import find_model_config, write_recipe_config
-    from ckptx.runtime.forecasting.ranks import count_stages
+    from ckptx.runtime.forecasting.model_config import (
+        find_model_config,
+        without_quantization_config,
+        write_recipe_config,
+    )
     from ckptx.runtime.forecasting.task import task_from_options, task_from_recipe
+    from ckptx.runtime.parallel.pipeline.schedules import count_stages
     from ckptx.runtime.training.recipe_file import read_recipe
 
     if options.recipe is None:
         source = find_model_config(
             str(options.model), directory, revision=options.revision, token=options.token, cache_dir=options.cache_dir
         )
+        source, note = without_quantization_config(source, directory)
+        log.note(*([note] if note else []))
         schedule = options.schedule if isinstance(options, ForecastOptions) else "1f1b"
-        return task_from_options(source, options, count_stages(options.dims.pp, schedule))
-    recipe = read_recipe(options.recipe, options.settings)
+        task = task_from_options(source, options, count_stages(options.dims.pp, schedule))
+        if task.recipe.layout.tp_plan is not None:
+            read_plan(task.recipe.layout.tp_plan)
+        _import_runtime(log)
+        return task
+    recipe = read_recipe(options.recipe, options.overrides)
     if recipe.trainer is not None:
         raise UsageError(
             f"{recipe.name}: trains with its own command, and forecast requires a recipe without a `trainer` block; "
             "pass another recipe, or a config.json"
         )
-    source, notes = write_recipe_config(recipe.model, directory)
+    _import_runtime(log)
+    source, notes = write_recipe_config(recipe, directory)
     log.note(*recipe.notes, *notes)
     return task_from_recipe(recipe, source)
 
 
-def _forecast_report(options: ForecastOptions, task: ForecastTask) -> ForecastReport:
-    from ckptx.runtime.forecasting.ranks import forecast_ranks
-    from ckptx.runtime.forecasting.reporting import build_report
+def _import_runtime(log: Log) -> None:
+    """Import what a forecast needs, with torch.
+
+    Args:
+        log: Log that shows the steps.
+
+    Raises:
+        EnvironmentProblem: A package is missing.
+    """
+    try:
+        log.step("importing torch")
+        import_module("torch")
+        log.step("importing transformers")
+        import_module("transformers.models")
+        import_module("ckptx.runtime.forecasting.ranks")
+    except ImportError as error:
+        raise missing_package("forecast", error) from error
+
+
+def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> ForecastReport:
+    from ckptx.runtime.forecasting.ranks import ForecastRequest, forecast_requests
+    from ckptx.runtime.forecasting.reporting import build_report, gathered_notes
     from ckptx.runtime.forecasting.task import with_other_precision
+    from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
-    other_forecast = None
-    if options.recipe is None and options.dtype == "auto" and options.param_dtype is None:
-        # The user chose no precision, so the report also has the peak in the other usual one. The forecast of `task`
-        # validates the extrapolation over layers, which is the same in any precision.
-        other_task = with_other_precision(task)
-        other_forecast = other_task, forecast_ranks(other_task, peak_ranks_only=True, validate_extrapolation=False)
-    return build_report(task, forecast_ranks(task), options.gpu_bytes, other_forecast)
+    requests = [ForecastRequest(task=task)]
+    schedule = find_schedule(task.recipe.layout.schedule)
+    # The other precision uses FSDP2, which refuses a schedule that splits the backward pass.
+    supports_other_precision = not (task.dims.pp > 1 and schedule.splits_backward)
+    if supports_other_precision and not _has_chosen_precision(options):
+        # The forecast of `task` validates the extrapolation over layers, which is the same in any precision.
+        requests.append(
+            ForecastRequest(task=with_other_precision(task), peak_ranks_only=True, validate_extrapolation=False)
+        )
+    log.step("building the model" + (" from its own code" if options.trust_remote_code else ""))
+    forecasts = forecast_requests(requests, on_step=log.step)
+    log.note(*gathered_notes(forecasts[0]))
+    others = [(request.task, ranks) for request, ranks in zip(requests[1:], forecasts[1:], strict=True)]
+    return build_report(task, forecasts[0], options.gpu_bytes, others[0] if others else None)
 
 
-def _search_report(options: SearchOptions, task: ForecastTask, directory: Path) -> SearchReport:
+def _has_chosen_precision(options: ForecastOptions | SearchOptions) -> bool:
+    """Return True if a recipe or an option sets the precision; else the report also has the peak in the other one."""
+    return options.recipe is not None or options.dtype != "auto" or options.param_dtype is not None
+
+
+def _search_report(options: SearchOptions, task: ForecastTask, directory: Path, log: Log) -> SearchReport:
     from ckptx.runtime.forecasting.reporting import build_search_report
-    from ckptx.runtime.forecasting.search import FixedDims, SearchSpace, search, with_microbatches
+    from ckptx.runtime.forecasting.search import (
+        FixedDims,
+        SearchSpace,
+        forecast_other_precision,
+        search,
+        with_microbatches,
+    )
 
     assert options.gpus is not None and options.gpu_bytes is not None
     fixed = FixedDims(
@@ -115,4 +163,6 @@ def _search_report(options: SearchOptions, task: ForecastTask, directory: Path) 
     if options.recipe is None:
         task = with_microbatches(task, task.microbatches * options.gpus)
     space = SearchSpace(task, options.gpus, options.gpu_bytes, fixed, directory)
-    return build_search_report(space, search(space))
+    result = search(space, log.step)
+    other = None if _has_chosen_precision(options) else forecast_other_precision(space, result)
+    return build_search_report(space, result, other)

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog
-from ckptx.errors import EnvironmentProblem, UsageError
+from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import count_parameters, find_aliases
+from ckptx.model_view.unknown_class import unknown_class_note
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
 from ckptx.options.api import api
 from ckptx.options.inspect import InspectOptions
 from ckptx.publishing.report_file import check_report_path, write_text
+from ckptx.quantization.checkpoint import find_quantized_tensors, is_quantized, open_dequantized
+from ckptx.quantization.tensors import describe_schemes
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.wording import counted
@@ -25,7 +28,7 @@ from ckptx.wording import counted
 
 @api(InspectOptions)
 def inspect(options: InspectOptions) -> InspectionReport:
-    """Summarize a checkpoint; reads headers and, to compare tied weights, samples of 64 KiB.
+    """Summarize a checkpoint from its headers, and samples of 64 KiB from tied weights that are stored twice.
 
     Raises:
         InputError, UnsupportedError: The checkpoint cannot be opened.
@@ -35,15 +38,20 @@ def inspect(options: InspectOptions) -> InspectionReport:
     match, ranks, html = options.match, options.ranks, options.html
     if html is not None:
         check_report_path(html)
-    checkpoint = open_checkpoint(
-        resolve_source(str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
+    path = resolve_source(
+        str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir
     )
-    prefix = options.model_prefix
-    if prefix is not None and not checkpoint.traits.is_training_format:
-        raise UsageError(f"--source-prefix requires a DCP; {checkpoint.root} is not a DCP")
+    checkpoint = open_checkpoint(path)
+    options.check_source_prefix(checkpoint.traits, checkpoint.root)
+    prefix = options.source_prefix_or_none
     view = log(_view_without_class_if_needed(checkpoint, prefix, log))
     log.note(*view.notes_on_other_models("not described"))
-    catalog, parameters, aliases = view.catalog, count_parameters(view), find_aliases(view.catalog)
+    unknown_note = unknown_class_note(view, checkpoint, accepts_code=False)
+    if unknown_note is not None:
+        log.note(unknown_note)
+    catalog, aliases = view.catalog, find_aliases(view.catalog)
+    decoded, quantization = _inspect_quantization(checkpoint, prefix, log)
+    parameters = count_parameters(decoded or view)
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
     if match is not None and not names:
         log.note(
@@ -56,7 +64,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         tensors=len(catalog.tensors),
         dtypes={"before": count_dtypes(catalog.tensors.values())},
         aliases=aliases,
-        path=str(catalog.root),
+        path=str(path),
         format=catalog.format,
         bytes=catalog.nbytes,
         parameters=parameters.count,
@@ -70,18 +78,49 @@ def inspect(options: InspectOptions) -> InspectionReport:
         optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
         other_tensors=list(view.other),
         objects=len(catalog.objects),
-        unknown_tensors=list(view.unknown),
-        config_check=match_config_with_notes(view, log.notes),
-        groups=_group_rows(view),
-        selected_tensors=[_tensor_row(catalog, name) for name in names] if is_listed else None,
+        unknown_tensors=list((decoded or view).unknown),
+        config_check=match_config_with_notes(decoded or view, log.notes),
+        groups=_group_sizes(view),
+        quantization=quantization,
+        selected_tensors=[_selected_tensor(catalog, name) for name in names] if is_listed else None,
     )
     if ranks or html is not None:
         report = _with_layout(report, view, names, ranks, html, log)
     return stopwatch.stop(replace(report, notes=list(log.notes)))
 
 
-def _group_rows(view: ModelView) -> list[dict[str, Any]]:
-    """Count tensors and bytes by the first three components of their name patterns."""
+def _inspect_quantization(
+    checkpoint: Catalog, prefix: str | None, log: Log
+) -> tuple[ModelView | None, dict[str, Any] | None]:
+    """Return the model with its quantized weights decoded, and the entry `quantization` of the report.
+
+    Both are None for a checkpoint that is not quantized. If its quantization cannot be decoded, a note says why.
+    """
+    try:
+        if not is_quantized(checkpoint):
+            return None, None
+        decoded = open_dequantized(checkpoint)
+        quantized = find_quantized_tensors(checkpoint)
+        view = _view_without_class_if_needed(decoded, prefix, Log())
+    except (InputError, UnsupportedError) as error:
+        log.note(f"quantization: {error}")
+        return None, None
+    parts = {*quantized.tensors, *quantized.companion_names, *quantized.activation_scales}
+    plain = [entry for name, entry in checkpoint.tensors.items() if name not in parts]
+    quantization = {
+        "schemes": describe_schemes(quantized.tensors.values()),
+        "not_quantized": {"tensors": len(plain), "bytes": sum(each.nbytes for each in plain)},
+        "activation_scales": len(quantized.activation_scales),
+        "dequantized_bytes": decoded.nbytes,
+    }
+    return view, quantization
+
+
+def _group_sizes(view: ModelView) -> list[dict[str, Any]]:
+    """Return the `groups` of the report: tensors and bytes by the first three components of the name pattern.
+
+    A tensor that shares the bytes of an earlier one counts with 0 bytes.
+    """
     sizes_by_pattern: dict[str, list[int]] = {}
     seen_locations: set[object] = set()
     for name, entry in view.tensors.items():
@@ -91,7 +130,7 @@ def _group_rows(view: ModelView) -> list[dict[str, Any]]:
             tensor_sizes = sizes_by_pattern[pattern] = []
         location = entry.position if nbytes else name
         if location in seen_locations:
-            nbytes = 0  # a name that shares the bytes of another adds none
+            nbytes = 0
         seen_locations.add(location)
         tensor_sizes.append(nbytes)
     groups: dict[str, dict[str, Any]] = {}
@@ -115,7 +154,16 @@ def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log
 def _with_layout(
     report: InspectionReport, view: ModelView, names: list[str], ranks: bool, html: str | Path | None, log: Log
 ) -> InspectionReport:
-    """Add the layout of the tensors `names` over ranks or files to the report, and write the HTML page."""
+    """Return the report with the layout of the tensors `names` over ranks or files.
+
+    Args:
+        report: Report without a layout.
+        view: View of the checkpoint.
+        names: Names of the tensors in the checkpoint.
+        ranks: True to add the layout to the report.
+        html: Path of the HTML page to write; None to write none.
+        log: Log for notes.
+    """
     from ckptx.model_view.rank_layout import layout_by_rank, recorded_mesh  # a plain summary needs none of this
     from ckptx.report.ranks import layout_report, rank_rows
 
@@ -138,7 +186,7 @@ def _with_layout(
     return report
 
 
-def _tensor_row(catalog: Catalog, name: str) -> dict[str, Any]:
+def _selected_tensor(catalog: Catalog, name: str) -> dict[str, Any]:
     """Return the entry of `selected_tensors` for a tensor."""
     entry = catalog.tensors[name]
     files = sorted({chunk.file for chunk in entry.chunks})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu
 
 
 def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) -> str:
+    """Return the next step, given a larger mesh that fits with its peak in bytes; None if no mesh fits."""
     if larger_mesh is None:
         return "multiplying --tp or --dp-shard by up to 64 does not make it fit; use larger GPUs"
     larger_dims, peak = larger_mesh
@@ -60,11 +62,18 @@ def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) ->
 
 
 def _forecast_peak(source: Path, options: ForecastOptions, gpu_memory: int) -> tuple[int, Any]:
-    """Return the peak in bytes, and a larger mesh that fits with its peak; None if the step fits or no mesh does."""
-    from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
-    from ckptx.runtime.forecasting.ranks import count_stages, forecast_ranks
-    from ckptx.runtime.forecasting.task import task_from_options
+    """Return the peak in bytes, and a larger mesh that fits with its peak in bytes.
 
-    task = task_from_options(source, options, count_stages(options.dims.pp, options.schedule))
-    peak = max(each.peak for each in forecast_ranks(task))
-    return peak, None if peak + reserve_bytes(peak) <= gpu_memory else find_larger_mesh(task, gpu_memory)
+    The larger mesh is None if the step fits, or if no larger mesh makes it fit.
+    """
+    from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
+    from ckptx.runtime.forecasting.model_config import without_quantization_config
+    from ckptx.runtime.forecasting.ranks import forecast_ranks
+    from ckptx.runtime.forecasting.task import task_from_options
+    from ckptx.runtime.parallel.pipeline.schedules import count_stages
+
+    with tempfile.TemporaryDirectory(prefix="ckptx-forecast-") as directory:
+        source, _ = without_quantization_config(source, Path(directory))  # --dequantize runs the dequantized model
+        task = task_from_options(source, options, count_stages(options.dims.pp, options.schedule))
+        peak = max(each.peak for each in forecast_ranks(task))
+        return peak, None if peak + reserve_bytes(peak) <= gpu_memory else find_larger_mesh(task, gpu_memory)

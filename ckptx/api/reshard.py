@@ -21,7 +21,7 @@ def reshard(options: ReshardOptions) -> ConversionReport:
         The report that `--json` prints.
 
     Raises:
-        CkptxError: The subclass for the exit code, 2 to 7. Nothing is published in this case.
+        CkptxError: The subclass for the exit code, 2 to 7. No output is created in this case.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as checkpoint:

@@ -10,13 +10,15 @@ from ckptx.report.documents.verify_run import RunReport
 
 @two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), selector="run")
 def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunReport:
-    """Compare two checkpoints bit for bit, or with `run` the outputs of their models.
+    """Compare two checkpoints bit for bit, and with `run` also the outputs of their models.
 
-    The `exit` of the report is 1 if they differ.
+    The `exit` of the report is 1 if they differ. It is also 1 if no tensor can be compared, and with `strict` if
+    optimizer state or other state could not be compared, or with `run` if the result is inconclusive.
 
     Raises:
         UsageError: An option has an invalid value, or requires another option.
-        UnsupportedError: The model class cannot run with these options.
+        UnsupportedError: A checkpoint is of a kind that ckptx cannot read, or with `run` the model class cannot run
+            with these options.
         EnvironmentProblem: torch or transformers is missing, or the device does not exist.
         SpaceError: The run does not fit `gpu_memory`, or the reference does not fit `reference_memory`; the message
             names the minimum.

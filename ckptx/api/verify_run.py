@@ -42,16 +42,19 @@ def verify_models(options: CompareRunOptions) -> RunReport:
     options = _with_recorded_layout(options, checkpoint, log if is_first_rank() and not is_launched_by_us() else Log())
     if options.tp_plan is not None:
         read_plan(str(options.tp_plan))  # errors are raised before a rank starts
-    if options.model_prefix is not None:
-        view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.model_prefix)
+    if options.source_prefix_or_none is not None:
+        view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.source_prefix_or_none)
     peak = None
     if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # other ranks wait for rank 0
+        log.step("forecasting the memory of the checkpoint")
         peak = check_memory_fit(reference, checkpoint, options, options.gpu_bytes)
     if dims.world_size > 1 and not is_launched():
         options_json = to_json(options.with_values(reference=str(reference), checkpoint=str(checkpoint)))
-        return replace(
-            _merge_report_of_rank_0(launch(options_json, dims.world_size), log, stopwatch), forecast_peak=peak
+        document = launch(
+            options_json, dims.world_size, lambda: log.step(f"comparing the models on {dims.world_size} ranks")
         )
+        return replace(_merge_report_of_rank_0(document, log, stopwatch), forecast_peak=peak)
+    log.step("importing torch and transformers")
     try:
         from ckptx.runtime.parity.forward import verify_run
     except ImportError as error:
@@ -60,9 +63,10 @@ def verify_models(options: CompareRunOptions) -> RunReport:
 
 
 def _with_recorded_layout(options: CompareRunOptions, checkpoint: Path, log: Log) -> CompareRunOptions:
-    """Return the options with the tensor-parallel rules and stages that the checkpoint was resharded with.
+    """Return the options with the tensor-parallel rules and the stages in the manifest of the checkpoint.
 
-    They are used if the mesh has the same number of stages, and no other ones are given.
+    The rules are used for tp > 1 if the options have no TP plan. The stages are used if the mesh has the same number of
+    them, the schedule has one stage per rank, and the options leave the split at "even".
     """
     if options.dims.tp == options.dims.pp == 1:
         return options
@@ -75,8 +79,8 @@ def _with_recorded_layout(options: CompareRunOptions, checkpoint: Path, log: Log
         values["tp_plan"] = str(source.location / MANIFEST)
         log.note(f"using the tensor-parallel rules of {values['tp_plan']}; pass --tp-plan to use others")
     counts = [sum(stop - first for _, first, stop in stage) for stage in recorded.stages or ()]
-    is_same_mesh = len(counts) == options.dims.pp > 1 and options.schedule in ("1f1b", "gpipe")
-    if is_same_mesh and options.pp_split == "even" and tuple(counts) != split_layers(sum(counts), len(counts)):
+    has_same_stages = len(counts) == options.dims.pp > 1 and options.schedule in ("1f1b", "gpipe")
+    if has_same_stages and options.pp_split == "even" and tuple(counts) != split_layers(sum(counts), len(counts)):
         values["pp_split"] = ",".join(map(str, counts))
         log.note(f"using the stages of {source.location / MANIFEST}: --pp-split {values['pp_split']}")
     return options.with_values(**values) if values else options

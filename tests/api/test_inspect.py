@@ -137,3 +137,12 @@ def test_a_page_is_written_over_what_was_there(cut: Path, tmp_path: Path) -> Non
 def test_a_page_that_cannot_be_written_is_an_error_of_the_output(cut: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"no/layout.html: its directory does not exist"):
         ckptx.inspect(cut, html=tmp_path / "no" / "layout.html")
+
+
+def test_the_path_of_a_report_is_the_one_that_was_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = write_hf(tmp_path / "hf", llama())
+    (file,) = hf.glob("*.safetensors")
+    for path in (hf, file):
+        assert ckptx.inspect(path).path == str(path)
+    monkeypatch.chdir(hf)
+    assert ckptx.inspect(file.name).path == file.name

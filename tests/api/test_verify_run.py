@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckptx.options.option import settings_of
 from ckptx.options.verify import CompareRunOptions
 from ckptx.report.documents.verify_run import RunReport
 from ckptx.report.report import Log
+from ckptx.report.verify_run import run_verdict
 from tests.support.checkpoint_writers import LLAMA, llama, write_hf
 
 A, B = Path("a"), Path("b")
@@ -30,7 +32,7 @@ def report(**changes: Any) -> RunReport:
         "layout": {"tp": 2, "pp": 1, "dp_shard": 1, "dp_replicate": 1}, "stages": 1, "inputs": ["text"],
         "checkpointed_layers": 0,
         "bubble_fraction": 0.0, "microbatches": 1, "reference_parts": 1,
-        "tokens": [24, 99], "attention_windows": {}, "without_gradient": [],
+        "distinct_tokens": 24, "vocabulary_size": 99, "attention_windows": {}, "without_gradient": [],
         "gathered_modules": [],
         "bytes_read_per_rank": [3, 4], "differing": [], "inconclusive": [], "compute_dtype": "float32", "max_abs": 0.5,
         "max_abs_tolerance": 1.0, "logits_std": 2.0, "kl": 0.0,
@@ -48,7 +50,7 @@ class Launched:
         self.document: dict[str, Any] = json.loads(json.dumps(report().to_dict() | changes))
         self.order, self.world_size = "", 0
 
-    def __call__(self, order: str, world_size: int) -> dict[str, Any]:
+    def __call__(self, order: str, world_size: int, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
         self.order, self.world_size = order, world_size
         return self.document
 
@@ -117,8 +119,8 @@ def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path
         "tp": 2, "pp": 2, "pp_split": "1,3", "schedule": "gpipe", "microbatches": 5, "dp_replicate": 2,
         "dp_shard": 3, "tp_plan": plan, "device": "cpu", "backend": "gloo", "compute_dtype": "fp16",
         "activation_checkpointing": "selective", "ac_scope": "vision", "compile": True, "backward": False,
-        "trust_remote_code": True, "strict": True, "reference_memory": "8GB", "source_prefix": "auto",
-        "revision": "v1", "token": "secret", "cache_dir": tmp_path, "log": Log(),
+        "trust_remote_code": True, "dequantize": True, "strict": True, "reference_memory": "8GB",
+        "source_prefix": "auto", "revision": "v1", "token": "secret", "cache_dir": tmp_path, "log": Log(),
     }  # fmt: skip
     run(**given)
     heard = from_json(launched.order, CompareRunOptions)
@@ -319,3 +321,26 @@ def test_one_process_asks_for_the_forecast(
     run(tp=2, gpu_memory="80GB")
     ((_, _, options, _),) = asked
     assert options.measures_memory
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "equal: config, tensor bytes, gradients; within tolerance: logits/loss"),
+        (
+            {"gradient_differences": [{"name": "x", "max_abs": 0.0, "tolerance": 0.1}]},
+            "equal: config, tensor bytes; within tolerance: logits/loss, gradients",
+        ),
+        ({"max_abs_tolerance": 0.0}, "equal: config, tensor bytes, logits/loss, gradients"),
+        (
+            {"inconclusive": [{"level": "forward", "name": "logits", "tolerance": 9.0, "magnitude": 1.0}]},
+            "equal: config, tensor bytes, gradients; INCONCLUSIVE: logits/loss",
+        ),
+        (
+            {"differing": [{"level": "forward", "name": "logits", "rank": 0, "max_abs": 2.0, "tolerance": 1.0}]},
+            "DIFFERENT: logits/loss; logits: max abs difference 2, tolerance 1 (rank 0)",
+        ),
+    ],
+)
+def test_what_is_within_a_tolerance_is_not_called_equal(changes: dict[str, Any], verdict: str) -> None:
+    assert run_verdict(report(**changes)) == verdict
