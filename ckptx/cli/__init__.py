@@ -1,1 +1,1 @@
-"""The command line: a thin skin over the Python API, one file per command."""
+"""The command line: one file per command, each of which calls a Python function and prints its report."""

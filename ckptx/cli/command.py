@@ -1,7 +1,7 @@
 """Click commands from tables of options: help in titled sections, choices and ranges, shell completion.
 
 The tables check the values, with the same messages as the Python functions. The click types here pass every value on,
-so that a report is written for an invalid value as for any other failure.
+except text where an integer is required, so that a report is written for an invalid value as for any other failure.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class CommandCall(NamedTuple):
         name: Name of the command in the call, which may be an alias such as "convert hf2dcp".
         values: Options and arguments of the Python function that are set, by name.
         output: Table of the options for the output of the command.
-        defaults: Flag and origin of each default from a file or the environment, as text for a note.
+        defaults: Flag and origin of each default from a file or the environment, such as "--tp (CKPTX_TP)", for a note.
     """
 
     name: str
@@ -201,7 +201,7 @@ def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[
                 return error.exit_code
             exit_code = function(call)
             if exit_code == UsageError.exit_code and call.defaults:
-                click.echo(f"note: defaults in use: {', '.join(call.defaults)}", err=True)
+                click.echo(f"note: settings in use: {', '.join(call.defaults)}", err=True)
             return exit_code
 
         return SectionedCommand(
@@ -284,7 +284,7 @@ def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:
 
 
 def _argument_rows(tables: Sequence[type[Options]]) -> list[tuple[str, str]]:
-    """Return placeholder and help of each positional argument."""
+    """Return placeholder and help of each positional argument that a command line takes."""
     annotations = [each.annotation for table in tables for each in settings_of(table).values()]
     help_by_placeholder = {
         each.metavar: each.help for each in annotations if isinstance(each, Argument) and each.metavar
@@ -296,7 +296,7 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
     annotation = setting.annotation
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional
-        metavar = annotation.metavar if setting.is_required else f"[{annotation.metavar}]"
+        metavar = annotation.metavar if is_required else f"[{annotation.metavar}]"
         argument = click.Argument([setting.name], metavar=metavar, required=is_required, type=click.Path())
         return [argument] if annotation.metavar else []
     if not isinstance(annotation, Option):

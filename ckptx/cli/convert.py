@@ -38,7 +38,11 @@ def _alias_text(entry: Command) -> str:
     examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
 def command(**_: object) -> None:
-    """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected."""
+    """Convert a checkpoint to a torch DCP or to HF safetensors.
+
+    The format of the source is detected: HF safetensors, pytorch_model.bin, a dict of torch.save, a torch DCP, per-rank
+    FSDP files (verl), or sharded safetensors.
+    """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
         raise click.UsageError(f"{ctx.command_path} requires a command: {', '.join(command.list_commands(ctx))}", ctx)
@@ -50,10 +54,14 @@ def command(**_: object) -> None:
         "ckptx convert to-dcp MODEL MODEL-dcp",
         "ckptx convert to-dcp MODEL MODEL-dcp --tp 4 --pp 2",
         "ckptx convert to-dcp org/name NAME-dcp --revision main --dtype bf16",
+        "ckptx convert to-dcp MODEL MODEL-titan --names torchtitan",
     ],
 )
 def to_dcp(call: CommandCall) -> int:
-    """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: hf2dcp)."""
+    """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: hf2dcp).
+
+    With a mesh, the output is that of reshard --to dcp. Under torchrun, the processes share the work.
+    """
     return _run(call)
 
 
@@ -62,13 +70,13 @@ def to_dcp(call: CommandCall) -> int:
     examples=[
         "ckptx convert to-hf MODEL-dcp MODEL-back",
         "ckptx convert to-hf step-1000 MODEL-1000 --base MODEL --max-shard-size 5GB",
-        "ckptx convert to-hf step-1000 tensors --base none",
+        "ckptx convert to-hf step-1000 step-1000-tensors --base none",
     ],
 )
 def to_hf(call: CommandCall) -> int:
     """Convert a checkpoint to HF safetensors with config and tokenizer (alias: dcp2hf).
 
-    Optimizer state is dropped, because safetensors cannot hold it.
+    Optimizer state is dropped, because safetensors cannot hold it. Under torchrun, the processes share the work.
     """
     return _run(call)
 

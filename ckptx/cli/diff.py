@@ -8,9 +8,10 @@ from ckptx.cli.output import Output
 
 @define_command("diff", examples=["ckptx diff MODEL MODEL-dcp"])
 def command(call: CommandCall) -> int:
-    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format.
+    """Compare names, shapes, dtypes and tied weights of two checkpoints of any format. Exit 1 if they differ.
 
-    Reads headers and, to compare tied weights, samples of 64 KiB.
+    The command reads headers only, except for tied weights that are stored twice: it compares three samples of 64 KiB.
+    It does not compare other contents; verify does.
     """
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text

@@ -15,13 +15,20 @@ from ckptx.report.report import Log
 from ckptx.version import __version__
 
 # Oldest and newest versions that the test suite runs with.
-_TESTED_VERSIONS = {"torch": "2.11.0 and 2.13.0", "transformers": "5.17.0 and 5.23.0", "safetensors": "0.8.0"}
-_OTHER_PACKAGES = ("huggingface-hub", "numpy", "xxhash", "isal", "click", "tqdm", "msgspec", "jinja2")
+_TESTED_VERSIONS = {
+    "torch": "2.11.0 and 2.13.0",
+    "transformers": "5.17.0 and 5.23.0",
+    "safetensors": "0.8.0",
+    "huggingface-hub": "1.5.0 and 2.4.0",
+    "numpy": "1.26.0 and 2.4.6",
+    "click": "8.1.0 and 8.5.1",
+}
+_OTHER_PACKAGES = ("xxhash", "isal", "tqdm", "msgspec", "jinja2")
 
 
 @define_command("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
-    """Print versions, system information and the option values that files and the environment set."""
+    """Print versions, system information, and the options set by ckptx.toml, pyproject.toml and CKPTX_* variables."""
     return Output(call.output).run("env", _make_report, _text)
 
 
@@ -34,7 +41,7 @@ def _make_report(log: Log) -> EnvironmentReport:
         cores=len(os.sched_getaffinity(0)),
         packages={package: installed_version(package) for package in (*_TESTED_VERSIONS, *_OTHER_PACKAGES)},
         tested_with=_TESTED_VERSIONS,
-        defaults=[
+        settings=[
             {"option": each.setting.flag, "value": display_value(each), "origin": each.origin, "commands": commands}
             for each, commands in all_defaults()
         ],
@@ -46,7 +53,7 @@ def _text(report: EnvironmentReport) -> str:
     for package, package_version in report.packages.items():
         suffix = f" (tested with {_TESTED_VERSIONS[package]})" if package in _TESTED_VERSIONS else ""
         rows.append((package, (package_version or "not installed") + suffix))
-    for row in report.defaults:
+    for row in report.settings:
         commands = "every command" if len(row["commands"]) == len(COMMANDS) else ", ".join(row["commands"])
         rows.append((f"{row['option']}", f"{row['value']}  ({row['origin']}; for {commands})"))
     return "\n".join(f"{name:<16} {value}" for name, value in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,11 @@ from ckptx.report.report import Log, Report
     ],
 )
 def command(call: CommandCall) -> int:
-    """Forecast the memory of a training step on each rank, from config.json only: no weights, no GPU."""
+    """Forecast the memory of a training step on each rank, from config.json only: no weights, no GPU.
+
+    Exit 1 if the step does not fit in --gpu-memory, or with --search if no layout fits. The peak must leave a reserve
+    of 1.5 GiB and 5% of the peak for the CUDA context, NCCL and fragmentation.
+    """
     from ckptx.report.forecast import forecast_text, forecast_verdict
     from ckptx.report.forecast_search import search_text, search_verdict
 
@@ -39,7 +42,6 @@ def command(call: CommandCall) -> int:
         report: ForecastReport | SearchReport = forecast(**call.values, log=log)
         return report
 
-    gc.enable()  # models, unlike catalogs, are full of reference cycles
     output = Output(call.output, _pages(str(call.values.get("model") or call.values.get("recipe") or ""), html))
 
     def format_report(report: ForecastReport | SearchReport) -> str:

@@ -7,11 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from io import TextIOWrapper
 
 import click
 
-from ckptx.cli.command import SectionedGroup, name_of_call
+from ckptx.cli.command import CONTEXT_SETTINGS, SectionedCommand, SectionedGroup, name_of_call
 from ckptx.cli.signals import install_handlers
 from ckptx.cli.streams import prepare_streams, print_error
 from ckptx.errors import Terminated, exit_code_of, find_environment_problem
@@ -41,7 +40,8 @@ class _LazyGroup(SectionedGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         summaries = {**{name: command.summary for name, command in COMMANDS.items()}, **GROUPS}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summaries[name]) for name in self.list_commands(ctx)])
+            rows = [(name, summaries[name]) for name in self.list_commands(ctx)]
+            formatter.write_dl([*rows, ("help", "Show the help of a command")])
 
 
 @click.group(
@@ -52,17 +52,29 @@ class _LazyGroup(SectionedGroup):
 def cli(**_: object) -> None:
     """Convert and reshard checkpoints of large language models, and verify the result.
 
-    Run `ckptx COMMAND --help` for the options of a command.
+    Run `ckptx COMMAND --help` for the options of a command. Options can also be set in ckptx.toml, in pyproject.toml
+    ([tool.ckptx]) and by CKPTX_* environment variables; `ckptx env` lists these settings.
+
+    Exit code 0: success; 1: a difference, a failed check, or a forecast that does not fit in memory; others: an error,
+    such as 2 for an invalid option, and 6 for too little memory or disk space. All codes:
+    https://ckptx.github.io/ckptx/troubleshooting/#exit-codes
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-@click.command("help", hidden=True, add_help_option=False)
-@click.argument("words", nargs=-1)
+@click.command(
+    "help",
+    cls=SectionedCommand,
+    tables=[GlobalOptions],
+    examples=["ckptx help convert to-dcp"],
+    context_settings=CONTEXT_SETTINGS,
+    hidden=True,
+)
+@click.argument("words", metavar="[COMMAND]...", nargs=-1)
 def _help(words: Sequence[str]) -> None:
-    """Print the help of the program or of a command."""
+    """Show the help of a command, or of the program."""
     ctx = click.get_current_context().find_root()
     command: click.Command = cli
     for word in words:
@@ -108,9 +120,6 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
         work: Function to run instead of the command line; returns the exit code.
     """
     prepare_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # escape characters that the encoding lacks
-            stream.reconfigure(errors="backslashreplace")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that ckptx does not use
     gc.disable()  # catalogs have many objects and no reference cycles; collection takes a third of the startup time
     try:

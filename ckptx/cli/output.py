@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ckptx.cli import signals
 from ckptx.cli.streams import print_error, print_result
 from ckptx.errors import (
     CkptxError,
@@ -32,11 +33,18 @@ from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
 
 _SECONDS_BETWEEN_PROGRESS_LINES = 10.0
 _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
+_STEP_FORMAT = "{desc} [{elapsed}]"
 R = TypeVar("R", bound=Report)
 
 
 class Output:
-    """Output of one run, controlled by the global options and the environment."""
+    """Output of one run, controlled by the global options and the environment.
+
+    Attributes:
+        quiet: True to print errors and verdicts only: with `--quiet`, and on every rank but the first.
+        as_json: True to print the report as JSON instead of text.
+        report_file: Path of the JSON report; None to write none.
+    """
 
     def __init__(
         self,
@@ -88,15 +96,17 @@ class Output:
         Returns:
             The exit code.
         """
-        stopwatch, log, message = Stopwatch(), Log(), ""
+        stopwatch, log, message = Stopwatch(), Log(self._show_step), ""
+        interruption_advice = (
+            "; no output was created; run again with --resume to continue" if _makes_checkpoint(command) else ""
+        )
+        signals.set_advice(interruption_advice)
         exception: BaseException | None = None
         report: R | None = None
         try:
-            if os.environ.get("WORLD_SIZE", "1") == "1":
-                for path in self._report_paths():
-                    check_report_path(
-                        path
-                    )  # ranks of one run check this after the rendezvous, so that all of them fail
+            # Ranks of one run check the paths after the rendezvous, so that all of them fail.
+            for path in self._report_paths() if os.environ.get("WORLD_SIZE", "1") == "1" else ():
+                check_report_path(path)
             with self._step_log():
                 report = make_report(log)
         except CkptxError as error:
@@ -107,10 +117,7 @@ class Output:
             exception, message = error, f"out of memory; {advice}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
-            advice = (
-                "; nothing was published; run again with --resume to continue" if _makes_checkpoint(command) else ""
-            )
-            exception, message = error, f"interrupted{advice}"
+            exception, message = error, f"interrupted{interruption_advice}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
             exception = find_environment_problem(error) or error
             internal = f"internal error: {type(error).__name__}: {error}; please report it"
@@ -187,6 +194,7 @@ class Output:
         return code
 
     def _trace(self, error: BaseException) -> None:
+        """Print the traceback of an error with `--verbose` or `CKPTX_DEBUG=1`."""
         if self._is_verbose or os.environ.get("CKPTX_DEBUG") == "1":
             _print_traceback(error)
 
@@ -211,15 +219,27 @@ class Output:
                 self._last_line_time = time.monotonic()
                 click.echo(f"{human_bytes(done)} of {human_bytes(total)}", err=True)
             return
-        if self._bar is None:
-            from tqdm.auto import tqdm  # in a notebook it shows a widget
-
-            self._bar = tqdm(total=total, bar_format=_BAR_FORMAT, leave=False, file=sys.stderr)
-            self._bar_start = time.monotonic()
+        if self._bar is None or self._bar.total is None:
+            self._open_bar(total, _BAR_FORMAT)
         seconds = time.monotonic() - self._bar_start
         speed = f", {human_bytes(done / seconds)}/s" if seconds > 0 else ""
         self._bar.set_description_str(f"{human_bytes(done)} of {human_bytes(total)}{speed}", refresh=False)
         self._bar.update(done - self._bar.n)
+
+    def _show_step(self, text: str) -> None:
+        """Show on a terminal what runs now, and for how long the command has been running."""
+        if not self._shows_progress or self._is_verbose or not sys.stderr.isatty():
+            return
+        if self._bar is None or self._bar.total is not None:
+            self._open_bar(None, _STEP_FORMAT)
+        self._bar.set_description_str(one_line(text))  # draws the bar
+
+    def _open_bar(self, total: int | None, bar_format: str) -> None:
+        from tqdm.auto import tqdm  # in a notebook it shows a widget
+
+        self._close_bar()
+        self._bar = tqdm(total=total, bar_format=bar_format, leave=False, file=sys.stderr)
+        self._bar_start = time.monotonic()
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -12,13 +12,20 @@ from ckptx.cli.output import Output
         "ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
         "ckptx reshard step-1000 step-1000-tp2 --tp 2 --base MODEL",
         "ckptx reshard MODEL MODEL-tp8 --tp 8 --to dcp --dry-run",
-        "torchrun --nproc-per-node 4 -m ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
+        "torchrun --nproc-per-node 4 -m -- ckptx reshard MODEL MODEL-tp4-pp2 --tp 4 --pp 2",
     ],
 )
 def command(call: CommandCall) -> int:
     """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
 
-    The loaders of torch and transformers can read the result on any other mesh.
+    The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh; tensors that TP
+    replicates are stored by TP rank 0 only, and other TP ranks read them from its files.
+
+    Sharded safetensors hold the shards of one rank in each file, unlike the shards of save_pretrained. They are loaded
+    by from_pretrained (transformers 5.20 or later) and torch's HuggingFaceStorageReader; for vLLM, use convert to-hf.
+
+    Under torchrun, the processes share the work; their number need not be that of the mesh. The -- after -m keeps
+    torchrun from reading the options of ckptx.
     """
     from ckptx.api.reshard import reshard
     from ckptx.report.text import conversion_text

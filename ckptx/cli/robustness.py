@@ -23,7 +23,12 @@ from ckptx.report.report import Report
     ],
 )
 def command(call: CommandCall) -> int:
-    """Test that a training run's checkpoints can be reloaded, exported, resharded and resumed exactly."""
+    """Repeat the training run that RECIPE describes, and test that its checkpoints can be reloaded, exported, resharded
+    and resumed exactly.
+
+    Exit 1 if a check fails. RECIPE is required, except with --inject list; its keys are listed in
+    https://ckptx.github.io/ckptx/recipes/
+    """
     from ckptx.report.robustness import faults_text, progress_text, robustness_text, robustness_verdict
     from ckptx.robustness_suite import known_faults, robustness
 

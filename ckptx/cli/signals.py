@@ -20,6 +20,13 @@ HANDLER_SECONDS = 3.0  # from the signal to the start of its handler
 CLEANUP_SECONDS = 20.0  # from the start of the handler, for the exception to end threads and close files
 
 _is_handled = threading.Event()
+_advice = ""
+
+
+def set_advice(advice: str) -> None:
+    """Set the end of the error message that is printed if Python cannot run the handler, such as how to resume."""
+    global _advice
+    _advice = advice
 
 
 def install_handlers() -> None:
@@ -41,9 +48,10 @@ def _raise_termination(number: int, frame: FrameType | None) -> None:
 
 
 def _watch_wakeup_pipe(reader: int, numbers: frozenset[int]) -> None:
+    """End the process if one of the signals arrives and its handler does not end it in time."""
     while received := os.read(reader, 16):
         for number in numbers.intersection(received):
             if _is_handled.wait(HANDLER_SECONDS):
                 time.sleep(CLEANUP_SECONDS)
-            os.write(2, b"error: terminated; nothing was published; run again with --resume to continue\n")
+            os.write(2, f"error: interrupted{_advice}\n".encode())
             os._exit(128 + number)

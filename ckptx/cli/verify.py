@@ -19,7 +19,8 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Compare two checkpoints bit for bit, across formats and layouts.
 
-    With --run, compare the outputs of their models. Exit 1 if they differ.
+    With --run, compare the tensors that the models load, and logits, loss and gradients of the models. Exit 1 if they
+    differ.
     """
     from ckptx.api.verify import verify
 

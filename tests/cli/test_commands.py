@@ -14,7 +14,8 @@ from click.testing import Result
 
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
-from ckptx.options.commands import COMMANDS, GROUPS
+from ckptx.options.commands import COMMANDS, GROUPS, tables_of
+from ckptx.options.option import settings_of
 from ckptx.options.output import JsonOutput
 from ckptx.version import __version__
 from tests.support.checkpoint_writers import LLAMA, llama, names_in, value, write_dcp, write_hf
@@ -51,7 +52,12 @@ def test_convert_says_what_it_did(hf: Path, dst: Path) -> None:
     result = run("convert", "hf2dcp", hf, dst)
     assert result.return_value == 0
     assert result.stdout.startswith("wrote 21 tensors, ")
-    for said in ("architecture: LlamaForCausalLM", "dtypes: BF16 21", "source tensors: 21 (21 written)", "iB/s"):
+    for said in (
+        "architecture: LlamaForCausalLM",
+        "dtypes: BF16 (21 tensors)",
+        "source tensors: 21 (21 written)",
+        "iB/s",
+    ):
         assert said in result.stdout
     assert "tie" not in result.stdout, "it is not tied"
     assert result.stderr == ""
@@ -138,7 +144,7 @@ def test_verify_finds_a_difference_and_exits_with_1(tmp_path: Path, hf: Path) ->
     assert [row["name"] for row in found["differing"]] == ["model.norm.weight"]
     assert json.loads((tmp_path / "report.json").read_text()) == found
     said = run("verify", hf, other)
-    assert said.stdout.startswith("model.norm.weight: content, first at [0]: 0x")
+    assert said.stdout.startswith("model.norm.weight: content, first difference at [0]: 0x")
     assert "DIFFERENT: 1 of 21 tensors differ" in said.stdout
     assert "equal: 21 tensors compared bit for bit" in run("verify", hf, hf).stdout
 
@@ -175,6 +181,19 @@ def test_quiet_still_says_errors_and_differences(tmp_path: Path, hf: Path) -> No
     assert run("-q", "inspect", tmp_path / "gone").stderr.startswith("error: ")
     other = write_hf(tmp_path / "other", llama() | {"extra": value("BF16", 1)})
     assert "extra" in run("-q", "diff", hf, other).stdout
+
+
+@pytest.mark.parametrize(("words", "placeholder"), [("robustness", "[RECIPE]"), ("forecast", "[MODEL]")])
+def test_an_argument_that_may_be_omitted_is_in_brackets(words: str, placeholder: str) -> None:
+    assert run(words, "--help").stdout.splitlines()[0].endswith(f" {words} [OPTIONS] {placeholder}")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_shows_none_as_a_default_only_where_it_is_a_value(words: str) -> None:
+    for table in tables_of(COMMANDS[words]):
+        for setting in settings_of(table).values():
+            if setting.option is not None and setting.default_text == "none":
+                assert setting.check_value("none") == "none" and "none" in str(setting.metavar), setting.flag
 
 
 def test_notes_go_to_stderr(hf: Path, dst: Path) -> None:
@@ -335,7 +354,7 @@ def test_examples_parse(page: str) -> None:
     examples = pages()[page].examples  # type: ignore[attr-defined]
     assert examples
     for example in examples:
-        program, *words = shlex.split(example.partition("-m ")[2] or example)  # `torchrun -m ckptx` is one, too
+        program, *words = shlex.split(example.partition("-m -- ")[2] or example)  # `torchrun -m -- ckptx` is one, too
         assert program == "ckptx"
         if page.split():
             assert words[: len(page.split())] == page.split()

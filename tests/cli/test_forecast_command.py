@@ -17,6 +17,7 @@ from ckptx.api import forecast as forecasting
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli, commands
 from ckptx.errors import EnvironmentProblem, UnsupportedError
+from ckptx.runtime.parallel.pipeline.schedules import can_split_backward
 from tests.report.made import forecasted, searched
 from tests.report.pages import Page, fault_of_page
 from tests.support.runner import CliRunner
@@ -111,7 +112,7 @@ def test_losses_and_recipes_are_passed_on(calls: list[tuple[Any, dict[str, Any]]
     model, options = calls[1]
     assert options.pop("log") is not None
     assert model is None
-    assert options == {"recipe": "llama_tiny", "settings": ("layout.tp=2", "a.b=c=d"), "gpu_memory": "1GB"}
+    assert options == {"recipe": "llama_tiny", "overrides": ("layout.tp=2", "a.b=c=d"), "gpu_memory": "1GB"}
 
 
 def test_a_search_is_passed_on(calls: list[tuple[Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +156,17 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     assert fault_of_page(html.read_text(), has_script=False) is None
     (said,) = [each.text for each in Page(html.read_text()).all("p", "verdict")]
     assert said == result.stdout.splitlines()[-3].replace("DOES NOT FIT:", "DOES NOT FIT")
+
+
+@pytest.mark.parametrize("schedule", ["zbvzerobubble", "interleavedzerobubble"])
+def test_a_schedule_without_fsdp_has_no_other_precision(schedule: str, tmp_path: Path) -> None:
+    """The other usual precision needs FSDP2, with which such a schedule is refused."""
+    if not can_split_backward():
+        pytest.skip("this torch cannot run schedules that split the backward pass")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))
+    words = [tmp_path, "--seq", 16, "--pp", 2, "--schedule", schedule, "--json"]
+    document = json.loads(ran(*words).stdout)
+    assert (document["exit"], document["error"], document["other_precision"]) == (0, None, None)
 
 
 def test_what_fits_ends_with_0(model: Path) -> None:
@@ -216,6 +228,13 @@ def test_a_recipe_is_forecast_with_dropout_and_tp() -> None:
     assert result.return_value == 0, result.stderr
     document = json.loads(result.stdout)
     assert (document["layout"]["tp"], document["settings"]["seq"], document["fits"]) == (2, 32, None)
+
+
+def test_a_recipe_of_a_shrunk_model_is_forecast_at_its_size() -> None:
+    result = ran("--recipe", "phi_4_squad", "--set", "model.shrunk=true", "--set", "data.sequence_length=32", "--json")
+    assert result.return_value == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["architecture"], document["parameters"]) == ("Phi3ForCausalLM", 209_760)
 
 
 # ------------------------------------------------------------------------------------------------- what it ends without
@@ -328,19 +347,31 @@ def test_a_refusal_of_the_runtime_is_exit_4(model: Path, monkeypatch: pytest.Mon
     assert (result.return_value, result.stderr) == (4, "error: x: found y, needed z; do w\n")
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ckptx.runtime.forecasting.ranks", None)
-    result = ran("MODEL")
+    result = ran(model)
     assert result.return_value == 7
     assert result.stderr.startswith("error: forecast: ") and len(result.stderr.splitlines()) == 1
 
 
-def test_other_words_of_python_need_the_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_of_python_need_the_package_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ckptx.runtime.forecasting.ranks", None)
     with pytest.raises(EnvironmentProblem, match=r"^forecast: "):
-        ckptx.forecast("MODEL")
+        ckptx.forecast(model)
 
 
 def test_quiet_is_the_verdict(calls: list[Any]) -> None:
     (line,) = ran("-q", "MODEL").stdout.splitlines()
     assert line.startswith("FITS: ")
+
+
+def test_a_quantized_config_is_forecast_as_dequantized(tmp_path: Path) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    reports = {}
+    for name, more in {"plain": {}, "quantized": {"quantization_config": quantization}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, **more}))
+        reports[name] = ckptx.forecast(tmp_path / name, seq=16, dtype="bf16")
+        is_noted = any("forecast of the dequantized model" in note for note in reports[name].notes)
+        assert is_noted == (name == "quantized")
+    assert reports["plain"].by_pipeline_rank == reports["quantized"].by_pipeline_rank

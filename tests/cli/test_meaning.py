@@ -85,7 +85,7 @@ def test_help_says_every_default(words: str) -> None:
 
 def test_a_help_page_shows_a_default_as_it_is_written() -> None:
     shown = CliRunner().invoke(cli, ["convert", "dcp2hf", "--help"], standalone_mode=False).stdout
-    assert "[default: the original shards if recorded, else 5GB]" in " ".join(shown.split())
+    assert "[default: the original shards if ckptx.json in SRC records them, else 5GB]" in " ".join(shown.split())
     assert "default: (" not in " ".join(shown.split())
 
 
@@ -279,7 +279,7 @@ def test_the_program_alone_prints_its_help(
     assert said.out.startswith("Usage: ") and "\nCommands:\n" in said.out and said.err == ""
 
 
-@pytest.mark.parametrize("words", commands())
+@pytest.mark.parametrize("words", [*commands(), "help"])
 def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> None:
     pages = []
     for call in (["help", *words.split()], [*words.split(), "--help"]):
@@ -299,7 +299,7 @@ def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("reshard a b --wokers 2", "reshard does not take --wokers; did you mean --workers?"),
         ("reshard a b --zzz 2", "reshard does not take --zzz"),
         ("--zzz", "ckptx does not take --zzz"),
-        ("--tp 2", "ckptx does not take --tp (convert to-dcp, reshard, verify --run, "),
+        ("--tp 2", "ckptx does not take --tp (convert to-dcp, reshard, verify --run and forecast do"),
         ("diff a b --prefix x", "diff does not take --prefix; use --source-prefix"),
         ("verify a b --run --prefix x", "verify does not take --prefix; use --source-prefix"),
     ],
@@ -354,6 +354,7 @@ def test_env_is_a_document_with_json() -> None:
     assert (found["command"], found["exit"], found["ok"]) == ("env", 0, True)
     assert found["ckptx"] == ckptx.__version__
     assert found["packages"]["click"] and set(found["tested_with"]) <= set(found["packages"])
+    assert {"torch", "click", "huggingface-hub", "numpy"} <= set(found["tested_with"])
     assert found["cores"] >= 1
 
 

@@ -17,6 +17,7 @@ import ckptx
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
+from ckptx.options.recipes import list_shipped_recipes
 from ckptx.options.robustness import RobustnessOptions
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.robustness import robustness_text
@@ -47,7 +48,7 @@ def test_options_are_passed_on(stub: StubRun) -> None:
     assert ran(*words).return_value == 0
     (options,) = stub.calls
     given = RobustnessOptions(
-        "recipe.yaml", settings=("layout.tp=2", "a.b=c=d"), phases="1,6", inject="nan", out="here", device="cpu",
+        "recipe.yaml", overrides=("layout.tp=2", "a.b=c=d"), phases="1,6", inject="nan", out="here", device="cpu",
         backend="gloo", gpu_memory="80GB",
     )  # fmt: skip
     assert options.with_values(log=None, on_phase=given.on_phase) == given
@@ -138,7 +139,7 @@ def test_what_is_not_ours_is_not_written_over(stub: StubRun, tmp_path: Path, opt
     assert result.return_value == 5
     assert path.read_text() == held
     assert not stub.calls, "the place is looked at before the work"
-    assert "is not a report or page of ckptx" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "is not a report or HTML page that ckptx wrote" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_a_page_that_cannot_be_written_after_the_run_is_exit_5(stub: StubRun, tmp_path: Path) -> None:
@@ -236,7 +237,12 @@ def test_help_names_the_sections(stub: StubRun) -> None:
 def test_help_lists_the_phases(stub: StubRun) -> None:
     shown = " ".join(ran("--help").stdout.split())
     *others, last = (f"{each.number} {each.name}" for each in PHASES)
-    assert f"{', '.join(others)} and {last}." in shown
+    assert f"{', '.join(others)} and {last} (" in shown
+
+
+def test_help_lists_the_built_in_recipes(stub: StubRun) -> None:
+    shown = " ".join(ran("--help").stdout.split())
+    assert f"a built-in recipe: {', '.join(list_shipped_recipes())}." in shown and "llama_tiny" in shown
 
 
 # ---------------------------------------------------------------------------------------------- the package is callable
@@ -246,10 +252,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 import ckptx
 run = ModuleType("ckptx.robustness_suite.run")
-run.robustness = lambda options: (options.recipe, options.settings)
+run.robustness = lambda options: (options.recipe, options.overrides)
 sys.modules[run.__name__] = run
 {before}
-assert ckptx.robustness("small", settings=["a=b"]) == ("small", ("a=b",))
+assert ckptx.robustness("small", overrides=["a=b"]) == ("small", ("a=b",))
 from ckptx import robustness
 assert robustness("small") == ("small", ())
 import ckptx.robustness_suite.oracles
@@ -280,7 +286,7 @@ _TYPED = """
 import ckptx
 import ckptx.robustness_suite.oracles
 from ckptx.robustness_suite.oracles import compare
-reveal_type(ckptx.robustness("small", settings=["a=b"]))
+reveal_type(ckptx.robustness("small", overrides=["a=b"]))
 ckptx.robustness("small", turbo=True)
 """
 
