@@ -1,4 +1,4 @@
-"""Entry point of `python -m ckptx` and `torchrun -m ckptx`."""
+"""Entry point of `python -m ckptx` and `torchrun -m -- ckptx`."""
 
 from ckptx.cli.main import run
 

@@ -22,7 +22,7 @@ class UsageError(CkptxError):
 
 
 class ArgumentTypeError(UsageError, TypeError):
-    """An argument of a Python function is unknown, or its type is not accepted."""
+    """An argument of a Python function is unknown or missing, or its type is not accepted."""
 
 
 class InputError(CkptxError):
@@ -151,6 +151,6 @@ def exit_code_of(error: BaseException) -> int:
 
 
 class InternalError(CkptxError):
-    """ckptx detected a bug in itself. Nothing was published; the message asks for a report."""
+    """ckptx detected a bug in itself. No output was created; the message asks for a report."""
 
     exit_code = 70

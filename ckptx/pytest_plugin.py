@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(
     """Add the tests of recipes before other plugins deselect tests."""
     for recipe in dict.fromkeys(config.getoption("ckptx_recipe")):
         node = RecipeNode.from_parent(
-            session, name=recipe, nodeid=f"ckptx-recipe {recipe}", settings=config.getoption("ckptx_set")
+            session, name=recipe, nodeid=f"ckptx-recipe {recipe}", overrides=config.getoption("ckptx_set")
         )
         tests: list[pytest.Item | pytest.Collector] = list(node.collect())
         items.extend(each for each in tests if isinstance(each, pytest.Item))
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(
 def checkpoint_robustness(tmp_path: Path) -> Callable[..., RobustnessReport]:
     """Return a function that runs a recipe, with the options of `ckptx.robustness`.
 
-        report = checkpoint_robustness("llama_tiny", settings=["layout.tp=2"])
+        report = checkpoint_robustness("llama_tiny", overrides=["layout.tp=2"])
         assert report.ok
 
     The function asserts nothing. It writes below `tmp_path`.
@@ -105,16 +105,16 @@ class PhaseFailure(Exception):
 class RecipeNode(pytest.Collector):
     """Collector of a recipe: one run, and a test for each phase."""
 
-    def __init__(self, *, settings: Sequence[str], **options: Any) -> None:
+    def __init__(self, *, overrides: Sequence[str], **options: Any) -> None:
         super().__init__(**options)
-        self._settings = settings
+        self._overrides = overrides
         self._report: RobustnessReport | None = None
         self._error: Exception | None = None
         self.phase_names: tuple[str, ...] = ()
 
     def collect(self) -> Iterator[pytest.Item]:
         """Yield the test of the run as a whole, which fails if there is no report, and the tests of the phases."""
-        self.phase_names = phase_names(self.name, self._settings)
+        self.phase_names = phase_names(self.name, self._overrides)
         for name in (_WHOLE_RUN, *self.phase_names):
             item = PhaseItem.from_parent(self, name=name)
             if self.config.pluginmanager.hasplugin("xdist"):  # with `--dist loadgroup` they run in one process
@@ -133,7 +133,7 @@ class RecipeNode(pytest.Collector):
             from ckptx.robustness_suite import robustness
 
             try:
-                self._report = robustness(self.name, settings=self._settings)
+                self._report = robustness(self.name, overrides=self._overrides)
             except Exception as error:  # raised again for the tests that follow
                 self._error = error
                 raise
