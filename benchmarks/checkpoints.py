@@ -56,7 +56,7 @@ def llama(layers: int = 20) -> Model:
 def _llama_shapes(num_layers: int, hidden_size: int, mlp_size: int, kv_size: int, vocab_size: int) -> Shapes:
     yield "model.embed_tokens.weight", (vocab_size, hidden_size)
     for layer in range(num_layers):
-        prefix = f"model.num_layers.{layer}."
+        prefix = f"model.layers.{layer}."
         yield prefix + "self_attn.q_proj.weight", (hidden_size, hidden_size)
         yield prefix + "self_attn.k_proj.weight", (kv_size, hidden_size)
         yield prefix + "self_attn.v_proj.weight", (kv_size, hidden_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import experts, qwen3_moe, write_checkpoint
-from measure import HERE, Row, Step, directory_size, publish, time_rounds, timing_table
+from measure import HERE, Step, Timing, directory_size, publish, time_rounds, timing_table
 
 _RUN = "import sys; sys.path.insert(0, {root!r})\nfrom ckptx.cli.main import run\nrun()"
 _MESH = ["--tp", "4", "--pp", "2"]
@@ -33,7 +33,9 @@ def command(root: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _RUN.format(root=str(root)), *arguments]
 
 
-def time_cases(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int) -> list[Row]:
+def time_cases(
+    work: Path, source: Path, cases: Sequence[tuple[str, list[str]]], other: Path, rounds: int
+) -> list[Timing]:
     """Time each case with both checkouts.
 
     Args:
@@ -52,11 +54,11 @@ def time_cases(work: Path, source: Path, cases: Sequence[tuple[str, list[str]]],
 
 
 def _checkouts(other: Path) -> list[tuple[str, Path]]:
-    """Return both checkouts, each with the suffix of its rows."""
+    """Return (suffix of the names in the table, directory) of both checkouts."""
     return [(", before", other), ("", HERE.parent)]
 
 
-def time_conversions(work: Path, other: Path, rounds: int) -> list[Row]:
+def time_conversions(work: Path, other: Path, rounds: int) -> list[Timing]:
     """Time all conversions of the checkpoint `work / "HF"`: from HF, from a DCP, and from a sharded DCP."""
     dcp, sharded = work / "DCP", work / "DCP tp4 x pp2"
     rows = time_cases(

@@ -16,8 +16,8 @@ from checkpoints import experts, llama, qwen3_moe, write_checkpoint
 from measure import (
     CKPTX,
     STOCK,
-    Row,
     Step,
+    Timing,
     directory_size,
     growing_checkpoints,
     parse_arguments,
@@ -29,7 +29,7 @@ from measure import (
 )
 
 
-def time_in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
+def time_in_ram(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Timing]:
     """Time the conversions of one checkpoint to a DCP and back.
 
     Args:
@@ -72,7 +72,7 @@ def measure_peaks(work: Path) -> list[dict[str, float]]:
     return rows
 
 
-def time_on_disk(work: Path, rounds: int) -> list[Row]:
+def time_on_disk(work: Path, rounds: int) -> list[Timing]:
     """Time one checkpoint on a disk; ckptx calls fsync, so `cp` is followed by `sync -f`."""
     source, copy, dcp, back = (work / name for name in ("llama", "cp", "dcp", "back"))
     write_checkpoint(source, llama())
@@ -87,11 +87,11 @@ def time_on_disk(work: Path, rounds: int) -> list[Row]:
     return time_rounds(steps, rounds)
 
 
-def time_inspect(checkpoints: dict[str, Path], rounds: int) -> list[Row]:
+def time_inspect(checkpoints: dict[str, Path], rounds: int) -> list[Timing]:
     """Time `ckptx inspect` of each checkpoint, without the first of `rounds + 1` runs."""
     rows = []
     for name, path in checkpoints.items():
-        row = Row(f"ckptx inspect, {name}")
+        row = Timing(f"ckptx inspect, {name}")
         for _ in range(rounds + 1):
             seconds, peak = time_command([*CKPTX, "inspect", str(path)])
             row.seconds.append(seconds)
@@ -114,7 +114,7 @@ def main() -> None:
             "experts": ("Small experts, 18,723 tensors, 2.95 GiB, RAM disk", experts()),
             "qwen3-moe": ("Layers of Qwen3-30B-A3B, 1,182 tensors, 3.73 GiB, RAM disk", qwen3_moe()),
         }
-        inspect_rows: list[Row] = []
+        inspect_rows: list[Timing] = []
         for part, (title, model) in models.items():
             if part not in parts and "inspect" not in parts:
                 continue

@@ -198,7 +198,7 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
         if not rows:
             continue
         for dtype in dtypes:
-            totals.append((_TITLES[name], dtype, *counts([row for row in rows if row["dtype"] == dtype])))
+            totals.append((_TITLES[name], dtype, *count_outcomes([row for row in rows if row["dtype"] == dtype])))
         row_of = {(row["model"], row["defect"], row["dtype"]): row for row in rows}
         lines = []
         for defect in TABLES[name]:
@@ -212,8 +212,8 @@ def tables_of(results: Mapping[str, Sequence[Row]], dtypes: Sequence[str]) -> li
     return [table("Defects that `verify --run --tp 2` finds", columns, totals), *tables]
 
 
-def counts(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
-    """Return the number of rows, and of those found, equal, missed, and rejected with an error."""
+def count_outcomes(rows: Sequence[Row]) -> tuple[int, int, int, int, int]:
+    """Return the numbers of runs: all, found, equal, missed, and rejected with an error."""
     found, rejected = sum(map(is_found, rows)), sum(row["error"] is not None for row in rows)
     equal = sum(is_equal(row) and not is_found(row) and row["error"] is None for row in rows)
     return len(rows), found, equal, len(rows) - found - equal - rejected, rejected

@@ -1,4 +1,4 @@
-"""Run every fault of `ckptx robustness --inject`: the oracles that identify it, and the change of the loss.
+"""Run every fault of `ckptx robustness --inject`: the checks that fail, and the change of the loss.
 
     python benchmarks/faults.py [--ram /dev/shm] [--results DIR] [NAME ...]
 
@@ -23,7 +23,7 @@ from ckptx.report.report import Log
 from ckptx.robustness_suite.faults import FAULTS
 from ckptx.robustness_suite.oracles import abs_difference, largest_value
 from ckptx.robustness_suite.phases import PHASES
-from ckptx.robustness_suite.ranks import LeakedMemory, Ranks
+from ckptx.robustness_suite.ranks import Ranks, RetainedMemory
 from ckptx.robustness_suite.report_builder import ReportBuilder
 from ckptx.robustness_suite.run import measure_baseline, run_phase
 from ckptx.robustness_suite.session import InjectedFault, Session
@@ -46,7 +46,7 @@ class SharedRanksSession(Session):
 @contextmanager
 def open_session(
     folder: Path, min_mesh: Mapping[str, int], ranks: Ranks | None = None, settings: Sequence[str] = ()
-) -> Iterator[tuple[Session, LeakedMemory]]:
+) -> Iterator[tuple[Session, RetainedMemory]]:
     """Open a session on a mesh that a fault requires; yield it with the baseline memory of its ranks.
 
     Args:
@@ -63,12 +63,12 @@ def open_session(
         session = SharedRanksSession(
             recipe=recipe, source=folder / "source", out=folder, ranks=session_ranks, is_exact=True, log=Log(),
         )  # fmt: skip
-        session.source, _ = session.run_task("prepare", recipe, session.source)
+        session.source, *_ = session.run_task("prepare", recipe, session.source)
         yield session, measure_baseline(session)
 
 
-def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, number: int) -> Row:
-    """Run a phase with a fault, and return the oracles that fail.
+def run_with_fault(session: Session, baseline: RetainedMemory, name: str | None, number: int) -> Row:
+    """Run a phase with a fault, and return a row with the checks that fail.
 
     Args:
         session: Session to run in.
@@ -80,7 +80,7 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     session.injection = fault.injection if fault is not None else InjectedFault()
     builder = ReportBuilder(lambda _: None)
     row = run_phase(builder, session, PHASES[number], baseline)
-    failed = [each["name"] for each in row["checks"] if not each["ok"]]
+    failed = [each["name"] for each in row["checks"] if each["ok"] is False]  # None: not checked
     run = fault.run if fault is not None else "resumed"
     losses = session.losses.get(run, {}) if number == _RESUME_PHASE else {}
     differences = [
@@ -90,7 +90,7 @@ def run_with_fault(session: Session, baseline: LeakedMemory, name: str | None, n
     ]
     return {
         "fault": name or "none", "description": fault.description if fault is not None else "", "phase": number,
-        "expected_oracle": fault.oracle if fault is not None else "", "failed": failed,
+        "expected_check": fault.oracle if fault is not None else "", "failed": failed,
         "differing": builder.differing[:8],
         "first_difference": differences[0] if differences else None,
         "largest_difference": largest_value(differences) if differences else None,
@@ -112,7 +112,7 @@ def run_all(work: Path, names: list[str]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Inject the faults, and write faults.json and faults.md; exit with 1 if an oracle misses its fault."""
+    """Inject the faults, and write faults.json and faults.md; exit with 1 if a check misses its fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--results", type=Path, default=Path(__file__).resolve().parent / "results")
@@ -131,7 +131,7 @@ def main() -> None:
             row["fault"],
             row["description"],
             row["phase"],
-            row["expected_oracle"],
+            row["expected_check"],
             ", ".join(row["failed"]),
             *map(_cell, (row["first_difference"], row["largest_difference"])),
         )
@@ -141,15 +141,15 @@ def main() -> None:
         "fault",
         "what it does",
         "phase",
-        "oracle",
-        "oracles that fail",
+        "check",
+        "checks that fail",
         "loss difference, first step",
         "largest",
     )
-    injected = [row for row in rows if row["expected_oracle"]]
-    missed = [row["fault"] for row in injected if row["expected_oracle"] not in row["failed"]]
-    false_alarms = [row["phase"] for row in rows if not row["expected_oracle"] and row["failed"]]
-    summary = f"{len(injected) - len(missed)} of {len(injected)} faults are detected by their oracle in their phase.\n"
+    injected = [row for row in rows if row["expected_check"]]
+    missed = [row["fault"] for row in injected if row["expected_check"] not in row["failed"]]
+    false_alarms = [row["phase"] for row in rows if not row["expected_check"] and row["failed"]]
+    summary = f"{len(injected) - len(missed)} of {len(injected)} faults are detected by their check in their phase.\n"
     from measure import publish, table  # next to this file; the tests import this module from another directory
 
     publish(arguments.results, "faults", {"rows": rows}, [table("Injected faults", columns, lines), summary])

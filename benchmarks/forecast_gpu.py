@@ -184,6 +184,8 @@ def measure_on_gpu(task: ForecastTask, device: torch.device) -> Row:
 
 
 def _measure_step(step: StepSpec, device: torch.device) -> Row:
+    """Run a step twice, and return the bytes and seconds of the second."""
+
     def run() -> None:
         step.run(StorageLedger())
         if device.type == "cuda":
@@ -191,10 +193,10 @@ def _measure_step(step: StepSpec, device: torch.device) -> Row:
 
     run()
     start = time.perf_counter()
-    found = measure_step(run, step.rank_model.models, device)
+    measured = measure_step(run, step.rank_model.models, device)
     row = {
-        "measured": found.peak,
-        "measured_between_steps": found.between_steps,
+        "measured": measured.peak,
+        "measured_between_steps": measured.between_steps,
         "seconds": time.perf_counter() - start,
     }
     if device.type == "cuda":

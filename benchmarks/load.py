@@ -132,7 +132,7 @@ def method_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     columns = ("loader", "seconds (median)", "rank needs", "rank reads", "files opened", "memory added")
-    return table(f"Rank {_RANK} of a TP of {TP} loads a Llama", columns, cells)
+    return table(f"Rank {_RANK} at TP {TP} loads a Llama", columns, cells)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Load the shards of one rank of a TP mesh: python load_rank.py WORLD RANK WARM {METHOD CHECKPOINT}...
+"""Load the shards of one rank of a TP mesh: python load_rank.py WORLD_SIZE RANK WARMUP {METHOD CHECKPOINT}...
 
 METHOD is "ckptx" (`ckptx.runtime.load`), "stock" (`dcp.load` into the same DTensors) or "transformers"
 (`from_pretrained` of the whole model, from which the rank takes its shards). Only this rank exists: a fake process
-group stands for the others. Before each measurement, its method loads a tiny model at WARM, so that imports do not
-count. The time is from a model on the meta device to a model with all its weights.
+group stands for the others. Before each measurement, its method loads a tiny model at WARMUP, so that imports do
+not count. The time is from a model on the meta device to a model with all its weights.
 
 The output is a JSON list: tensors; bytes that the rank needs; bytes from read calls (mapped files do not count); files
 that it opened; its largest growth of memory; seconds; a digest of the loaded weights.
@@ -75,7 +75,7 @@ def load_with_transformers(path: Path, model: nn.Module, layout: TensorParallelL
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             (region,) = layout.local_regions(name) or ()
-            slices = tuple(slice(at, at + size) for at, size in zip(*region, strict=True))
+            slices = tuple(slice(begin, begin + size) for begin, size in zip(*region, strict=True))
             _local(tensor).copy_(full_state[name][slices])
     return model
 
@@ -127,16 +127,16 @@ def digest_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def main(world: str, rank: str, warm: str, *jobs: str) -> None:
-    """Load with each method and checkpoint in `jobs` in order, and print the figures."""
+def main(world_size: str, rank: str, warmup: str, *jobs: str) -> None:
+    """Load with each pair of method and checkpoint in `jobs`, in order, and print the figures."""
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
     sys.addaudithook(_record_open)
-    dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world))
-    mesh = init_device_mesh("cpu", (int(world),), mesh_dim_names=("tp",))
+    dist.init_process_group("fake", store=FakeStore(), rank=int(rank), world_size=int(world_size))
+    mesh = init_device_mesh("cpu", (int(world_size),), mesh_dim_names=("tp",))
     rows = []
     for method, path in zip(jobs[::2], jobs[1::2], strict=True):
-        load_and_measure(method, Path(warm, "hf" if method == "transformers" else "dcp"), mesh)
+        load_and_measure(method, Path(warmup, "hf" if method == "transformers" else "dcp"), mesh)
         rows.append(load_and_measure(method, Path(path), mesh))
     print(json.dumps(rows))
 

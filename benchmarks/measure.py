@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Row:
+class Timing:
     """Measurements of one command over all rounds.
 
     Attributes:
@@ -115,7 +115,7 @@ def free_memory_meanwhile(nbytes: int) -> Iterator[None]:
             process.stdin.close()
 
 
-def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row]:
+def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Timing]:
     """Time all steps in rounds, and return a row for each.
 
     Args:
@@ -124,7 +124,7 @@ def time_rounds(steps: Sequence[Step], rounds: int, nbytes: int = 0) -> list[Row
         rounds: Number of timed rounds.
         nbytes: Bytes that a step writes to a RAM disk; 0 if it writes to another disk.
     """
-    rows = {step.name: Row(step.name) for step in steps}
+    rows = {step.name: Timing(step.name) for step in steps}
     copy_step = steps[0]
     if nbytes:
         steps = [each for step in steps[1:] for each in (copy_step, step)]
@@ -178,14 +178,17 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     return "\n".join([*lines, ""])
 
 
-def timing_table(title: str, rows: Sequence[Row]) -> str:
-    """Return the table of timed commands."""
+def timing_table(title: str, rows: Sequence[Timing]) -> str:
+    """Return the table of timed commands; it has ratios if something was copied."""
+    seconds = "seconds (one round)" if all(len(row.seconds) == 1 for row in rows) else "seconds (median)"
+    has_ratios = any(row.ratios for row in rows)
     cells = []
     for row in rows:
         medians = row.to_dict()
         ratio = "" if medians["ratio_to_cp"] is None else f"{medians['ratio_to_cp']:.2f}"
-        cells.append((row.name, f"{medians['seconds']:.2f}", ratio, f"{medians['peak_rss_mib']:.0f} MiB"))
-    return table(title, ("command", "seconds (median)", "x `cp -r`", "peak RSS"), cells)
+        ratios = [ratio] if has_ratios else []
+        cells.append((row.name, f"{medians['seconds']:.2f}", *ratios, f"{medians['peak_rss_mib']:.0f} MiB"))
+    return table(title, ("command", seconds, *(["x `cp -r`"] if has_ratios else []), "peak RSS"), cells)
 
 
 def describe_machine() -> dict[str, object]:

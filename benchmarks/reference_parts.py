@@ -55,7 +55,7 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run_one(path: Path, parts: int, count: int) -> dict[str, Any]:
+def run_reference(path: Path, parts: int, count: int) -> dict[str, Any]:
     """Run only the reference of a model in this process.
 
     Args:
@@ -77,19 +77,19 @@ def run_one(path: Path, parts: int, count: int) -> dict[str, Any]:
     from ckptx.runtime.parity.reference import OffloadedReference, WholeReference, partition_reference
 
     torch.set_num_threads(2)
-    process = RankContext(0, 1, torch.device("cpu"))
+    rank_context = RankContext(0, 1, torch.device("cpu"))
     loader = ModelLoader(path, path, RunOptions(device="cpu", compute_dtype="auto"))
     facts = loader.inspect_model()
     batches = loader.make_batches(facts, count)
     model, stacks = loader.build_with_stacks()
     budget = MemoryBudget(model, stacks, batches, backward=True, includes_checkpoint=False)
-    reference: Any = WholeReference(loader, batches, process, backward=True)
+    reference: Any = WholeReference(loader, batches, rank_context, backward=True)
     estimate = budget.whole_bytes
     if parts > 1:
         stage_map = StageMap(stacks, parts)
         estimate = budget.peak_bytes(stage_map)
         reference = OffloadedReference(
-            loader, batches, process, partition_reference(model, stage_map, facts), backward=True
+            loader, batches, rank_context, partition_reference(model, stage_map, facts), backward=True
         )
     rss_before = peak_rss()
     outcome = reference.forward()
@@ -117,7 +117,7 @@ def _digest(tensor: Any) -> str:
 
 
 def run_in_process(path: Path, parts: int, batches: int) -> dict[str, Any]:
-    """Call `run_one` in a separate process."""
+    """Call `run_reference` in a separate process."""
     command = [sys.executable, __file__, "--work", str(path), "--parts", str(parts), "--batches", str(batches)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     outcome: dict[str, Any] = json.loads(
@@ -135,7 +135,7 @@ def main() -> None:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        print(json.dumps(run_one(arguments.work, arguments.parts, arguments.batches)))
+        print(json.dumps(run_reference(arguments.work, arguments.parts, arguments.batches)))
         return
     rows: list[dict[str, Any]] = []
     for name, config in _MODELS.items():

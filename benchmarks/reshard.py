@@ -22,8 +22,8 @@ from measure import (
     CKPTX,
     HERE,
     STOCK,
-    Row,
     Step,
+    Timing,
     directory_size,
     growing_checkpoints,
     parse_arguments,
@@ -40,7 +40,7 @@ _TP4_PP2 = ["--tp", "4", "--pp", "2"]
 _TP8_PP16_DP8 = ["--tp", "8", "--pp", "16", "--dp-shard", "8"]
 
 
-def time_resharding(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Row]:
+def time_resharding(work: Path, source: Path, rounds: int, *, stock: bool) -> list[Timing]:
     """Time `cp -r` and ckptx with one checkpoint: HF -> tp4 x pp2, from there to another mesh, and back to HF.
 
     Args:
@@ -120,7 +120,7 @@ def time_planning(work: Path, rounds: int) -> list[dict[str, Any]]:
         source, report = work / "deepseek", work / "report.json"
         nbytes = write_checkpoint(source, deepseek(layers), shards=163 * layers // 61, sparse=True)
         command = [*_RESHARD, str(source), str(work / "none"), "--to", "dcp", *_TP8_PP16_DP8, "--dry-run"]
-        row = Row("")
+        row = Timing("")
         for round_number in range(rounds + 1):
             seconds, peak = time_command([*command, "--report", str(report)])
             if round_number:
@@ -155,7 +155,7 @@ def loading_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     columns = ("DCP", "rank needs", "rank reads", "read / needed", "seconds")
-    return table("Stock `dcp.load` on one rank of a TP of 8, Llama, 1.92 GiB, RAM disk", columns, cells)
+    return table("Stock `dcp.load` on one rank at TP 8, Llama, 1.92 GiB, RAM disk", columns, cells)
 
 
 def planning_table(rows: list[dict[str, Any]]) -> str:

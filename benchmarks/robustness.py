@@ -91,7 +91,7 @@ def run_case(name: str, work: Path) -> Row:
         "passed": [phase["number"] for phase in report["phases"] if phase["ok"]],
         "failed": [phase["number"] for phase in report["phases"] if phase["ok"] is False],
         "not_run": [phase["number"] for phase in report["phases"] if phase["ok"] is None],
-        "compared": sum(oracle["compared"] for phase in report["phases"] for oracle in phase["checks"]),
+        "compared": sum(check["compared"] for phase in report["phases"] for check in phase["checks"]),
         "differing": report["differing"], "seconds": round(report["seconds"], 1),
         "peak_rss": _peak_rss(report, work / "out"),
         "noise": {kind: max(values.values()) for kind, values in noise.items()},

@@ -94,7 +94,7 @@ def run_case(name: str, case: Case, work: Path, device: str, is_tiny: bool) -> R
         "exit": process.returncode, "error": document["error"], "seconds": seconds, "peak_rss": document["peak_rss"],
         "phases": {f"{each['number']} {each['name']}": [each["ok"], each["seconds"]] for each in phases},
         "failed": {
-            each["name"]: [oracle["name"] for oracle in each["checks"] if not oracle["ok"]]
+            each["name"]: [check["name"] for check in each["checks"] if not check["ok"]]
             for each in phases if not each["ok"]
         },
         "noise": noise, "losses": document.get("losses"), "memory": document.get("step_memory") or {},
@@ -108,7 +108,7 @@ def _cells(row: Row) -> Sequence[str]:
         return f"{memory[name] / _GIB:.2f}" if name in memory else ""
 
     passed = [name.split()[0] for name, (ok, _) in row["phases"].items() if ok]
-    failed = "; ".join(f"{name}: {', '.join(oracles)}" for name, oracles in row["failed"].items())
+    failed = "; ".join(f"{name}: {', '.join(checks)}" for name, checks in row["failed"].items())
     return (
         row["name"], str(row["layers"]), ", ".join(passed), row["error"] or failed or "none", f"{row['seconds']:.0f}",
         *(" / ".join(f"{each:.3g}" for each in noise.get(kind, {}).values()) for kind in ("loss", "logits")),

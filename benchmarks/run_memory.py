@@ -52,7 +52,7 @@ def measure_peak(root: Path, model: Path, options: list[str]) -> int:
     return int(json.loads(process.stdout)["peak_rss_rank_0"])
 
 
-def threads_on_rank(path: Path, runs: int, out: Path) -> None:
+def count_threads_on_rank(path: Path, runs: int, out: Path) -> None:
     """Verify a model `runs` times on this rank; rank 0 writes its number of threads after each run."""
     import torch.distributed as dist
 
@@ -93,16 +93,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        threads_on_rank(arguments.work / "tiny", arguments.runs, arguments.work / "threads.json")
+        count_threads_on_rank(arguments.work / "tiny", arguments.runs, arguments.work / "threads.json")
         return
     roots = {} if arguments.other is None else {", before": arguments.other.resolve(strict=True)}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
         model = Path(directory) / "HF"
         subprocess.run([sys.executable, "-c", _MODEL, str(model)], check=True)
-        for case, (options, width) in _CASES.items():
+        for case, (options, bytes_per_parameter) in _CASES.items():
             for suffix, root in {**roots, "": HERE.parent}.items():
-                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * width
+                peak, nbytes = measure_peak(root, model, options), _PARAMETERS * bytes_per_parameter
                 rows.append(
                     {
                         "case": f"{case}{suffix}",

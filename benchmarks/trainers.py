@@ -53,7 +53,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.ram, prefix="ckptx-bench-") as directory:
             rows.append(run_trainer(*name.split(":"), Path(directory)))
         print(f"  {name}: {_cells(rows[-1])}", file=sys.stderr, flush=True)
-    columns = ("recipe", "mistake", "exit", "expected", "phases and oracles that fail", "cause", "seconds")
+    columns = ("recipe", "mistake", "exit", "expected", "phases and checks that fail", "cause", "seconds")
     title = "Third-party trainers, unchanged and with a mistake"
     publish(arguments.results, "trainers", {"rows": rows}, [table(title, columns, list(map(_cells, rows)))])
     raise SystemExit(not all(row["is_identified"] for row in rows))
@@ -80,18 +80,18 @@ def run_trainer(recipe: str, mistake_name: str, work: Path) -> Row:
         is_identified = process.returncode == 0 and not failed
     else:
         is_identified = process.returncode == 1 and mistake.oracles <= set(failed.get(mistake.phase, ()))
-        is_identified = is_identified and (not mistake.cause or mistake.matches_cause(report["cause"]["cause"]))
+        is_identified = is_identified and (not mistake.cause or mistake.matches_cause(report["first_failure"]["cause"]))
     return {
         "recipe": recipe, "mistake": mistake_name,
         "description": mistake.description if mistake is not None else "as it is",
         "expected": f"{mistake.phase}: {', '.join(sorted(mistake.oracles))}" if mistake is not None else "",
-        "exit": process.returncode, "failed": failed, "cause": (report["cause"] or {}).get("cause", ""),
+        "exit": process.returncode, "failed": failed, "cause": (report["first_failure"] or {}).get("cause", ""),
         "is_identified": is_identified, "seconds": report["seconds"],
     }  # fmt: skip
 
 
 def _cells(row: Row) -> Sequence[str]:
-    failed = "; ".join(f"{phase}: {', '.join(oracles)}" for phase, oracles in row["failed"].items())
+    failed = "; ".join(f"{phase}: {', '.join(checks)}" for phase, checks in row["failed"].items())
     return (
         row["recipe"],
         row["description"],

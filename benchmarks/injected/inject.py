@@ -27,7 +27,7 @@ def inject_defect(defect: Defect) -> Iterator[None]:
 
     def parallelize(model: nn.Module, mesh: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(model, mesh, *args, **kwargs)
-        inject(InjectionTarget(model, result.layout, TpRanks.of(mesh["tp"])))
+        inject(InjectionTarget(model, result.layout, TpRanks.from_mesh(mesh["tp"])))
         return result
 
     model_loaders.parallelize = parallelize

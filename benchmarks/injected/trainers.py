@@ -81,7 +81,7 @@ MISTAKES: dict[str, dict[str, Mistake]] = {
         ),
         "data": Mistake(
             "`skip_first_batches` is forgotten",
-            [("accelerator.skip_first_batches(loader, done) if done else loader", "loader")],
+            [("accelerator.skip_first_batches(loader, batches_done) if batches_done else loader", "loader")],
             _RESUMED, frozenset({"model", "moments"}),
         ),
         "optimizer": Mistake(
