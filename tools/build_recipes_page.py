@@ -19,6 +19,15 @@ from ckptx.runtime.training.recipe import RecipeKeys, TrainerBlock
 from ckptx.runtime.training.recipe_schema import describe_type, is_block
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
+_TOP_LEVEL = """### Top level
+
+Blocks have tables of their own below.
+
+| key | type | default | meaning |
+|---|---|---|---|
+| `description` | a string | `\"\"` | Text for people; it has no effect. |
+
+"""
 _BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end of the tables -->\n"
 
 
@@ -67,7 +76,7 @@ def type_of(hint: Any) -> str:
 
 def tables() -> str:
     """Return a heading and a table for each block."""
-    found = []
+    found = [_TOP_LEVEL]
     for name, cls in blocks():
         meanings = meanings_of(cls)
         summary = (cls.__doc__ or "").strip().splitlines()[0]

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,10 +30,24 @@ from ckptx.mapping.names import pattern_of
 
 CLASSES = Path(__file__).with_name("classes_with_shapes.txt")
 
-Row = tuple[str, str, "ShapeRules | None", float]  # class, prefix of its base model, rules (None: not known), seconds
+
+class MeasuredShapes(NamedTuple):
+    """The result for one class.
+
+    Attributes:
+        class_name: Name of the class.
+        base_prefix: Prefix of its base model; empty if it has none.
+        rules: Shape rules of the class; None if they are unknown.
+        seconds: Time that the measurement took.
+    """
+
+    class_name: str
+    base_prefix: str
+    rules: ShapeRules | None
+    seconds: float
 
 
-def measure_class(class_name: str) -> Row:
+def measure_class(class_name: str) -> MeasuredShapes:
     """Derive the shape rules of one class."""
     from shape_derivation import derive_shapes
 
@@ -41,7 +56,7 @@ def measure_class(class_name: str) -> Row:
     started = time.perf_counter()
     known, cls = class_table.lookup(class_name), meta_model.find_class(class_name)
     if known is None or cls is None:
-        return class_name, "", None, 0.0
+        return MeasuredShapes(class_name, "", None, 0.0)
     tied = {pattern_of(name) for pair in known.ties for naming in pair.namings for name in naming}
     rules = None
     for seed in config_seeds(known.model_type):
@@ -51,7 +66,7 @@ def measure_class(class_name: str) -> Row:
             print(f"{class_name}: {type(error).__name__}: {error}", file=sys.stderr)
         if rules is not None:
             break
-    return class_name, known.base_prefix, rules, time.perf_counter() - started
+    return MeasuredShapes(class_name, known.base_prefix, rules, time.perf_counter() - started)
 
 
 def classes_to_measure() -> list[str]:
@@ -94,18 +109,22 @@ def main() -> None:
     names = [name for name in listed_classes if type_of_class.get(name) in model_types]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
-        rows = pool.map(measure_class, names, chunksize=8)
-    rules = {name: (prefix, found) for name, prefix, found, _ in rows if found is not None and found.shapes}
+        results = pool.map(measure_class, names, chunksize=8)
+    rules = {
+        each.class_name: (each.base_prefix, each.rules)
+        for each in results
+        if each.rules is not None and each.rules.shapes
+    }
     changed = write_shapes(rules, model_types)
     sizes = [
         size for _, known in rules.values() for shapes in known.shapes.values() for shape in shapes for size in shape
     ]
     print(
-        f"{len(rules)} of {len(rows)} classes, {changed} files changed, "
+        f"{len(rules)} of {len(results)} classes, {changed} files changed, "
         f"{sum(map(bool, sizes)) / max(1, len(sizes)):.1%} of sizes known, {time.perf_counter() - started:.0f} s"
     )
-    slow = sorted(((seconds, name) for name, _, _, seconds in rows), reverse=True)
-    print("slowest:", ", ".join(f"{name} {seconds:.1f} s" for seconds, name in slow[:5]))
+    slow = sorted(results, key=lambda each: -each.seconds)
+    print("slowest:", ", ".join(f"{each.class_name} {each.seconds:.1f} s" for each in slow[:5]))
     faults = [f"{name} is not in {model_files.INDEX_FILE.name}" for name in listed_classes if name not in type_of_class]
     faults += [f"{name} cannot be measured" for name in names if name not in rules]
     if faults:

@@ -35,7 +35,7 @@ from model_file_writer import encode_index, encode_model, encode_rows
 
 from ckptx.architecture import model_files
 from ckptx.architecture.architecture import Architecture
-from ckptx.architecture.class_rows import ClassRow
+from ckptx.architecture.class_decoding import ClassRecord
 from ckptx.architecture.corrections import corrections_of
 from ckptx.architecture.transformers_version import source_digest
 
@@ -80,7 +80,7 @@ class MeasuredClass(NamedTuple):
         seconds: Time that the measurement took.
     """
 
-    row: ClassRow
+    row: ClassRecord
     directory: str
     seconds: float
 
@@ -109,12 +109,22 @@ def model_types() -> dict[str, str]:
     return {name: str(getattr(cls.config_class, "model_type", "")) for name, cls in classes.items() if cls is not None}
 
 
+def find_unknown_names(names: Iterable[str]) -> list[str]:
+    """Return the names that are neither a model type nor a class of transformers, without importing its models."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    index = model_files.read_index()["classes"]
+    known = {*CONFIG_MAPPING_NAMES, *dir(transformers), *index, *index.values()}
+    return sorted(set(names) - known)
+
+
 def config_seeds(model_type: str) -> list[dict[str, Any]]:
     """Return the configs, as dicts, to try for a model type: its defaults ({}), then those of the corrections."""
     return [{}, *(dict(row.config) for row in corrections_of(model_type).defaults)]
 
 
-def derive_row(class_name: str) -> ClassRow:
+def derive_row(class_name: str) -> ClassRecord:
     """Return the row of a class from its meta model, or a row with the reason if the defaults do not determine it."""
     from config_variants import names_of_variants
     from shared_ties import derive_shared_layers, is_numbered
@@ -133,18 +143,20 @@ def derive_row(class_name: str) -> ClassRow:
         except Exception:  # any error of the class means the next seed, or a row without names
             continue
     if known is None:
-        return ClassRow(class_name, model_type, "its defaults cannot be built", None)
+        return ClassRecord(class_name, model_type, "its defaults cannot be built", None)
     shared = None
     if any(map(is_numbered, known.ties)):
         found = derive_shared_layers(cls, builder, known)
         if found is None:
-            return ClassRow(class_name, known.model_type, "ties between numbered layers", None)
+            return ClassRecord(class_name, known.model_type, "ties between numbered layers", None)
         shared, seed = found
         known = dataclasses.replace(known, ties=tuple(pair for pair in known.ties if not is_numbered(pair)))
     sub_models, names, structures = _measure_text_models(cls, builder, known)
     variant_names = names_of_variants(cls, builder, seed, names)
     structures = {text: each.with_conversions_of(variant_names.structure) for text, each in structures.items()}
-    return ClassRow(class_name, known.model_type, "", variant_names.applied_to(known), sub_models, structures, shared)
+    return ClassRecord(
+        class_name, known.model_type, "", variant_names.applied_to(known), sub_models, structures, shared
+    )
 
 
 def _measure_text_models(
@@ -228,6 +240,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
 
+    unknown_names = find_unknown_names(options.names)
+    if unknown_names:
+        parser.error(
+            f"neither a model type nor a class of transformers {version('transformers')}: {', '.join(unknown_names)}; "
+            "a class with custom code cannot be added to the tables"
+        )
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(options.workers, initializer=silence) as pool:
         type_of_class = pool.apply(model_types)

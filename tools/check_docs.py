@@ -17,6 +17,7 @@ The blocks of a page run in order and find these checkpoints in their directory:
 
     model                         the checkpoint of `make demo`
     MODEL                         a small checkpoint of the same class
+    MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32 x 32
     step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
                                   optimizer state, but no config
     outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import re
 import shutil
@@ -106,8 +108,8 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
         index += 1
 
 
-def steps_of(session: str) -> list[tuple[str, str]]:
-    """Return the commands of a session, each with its output on the page."""
+def commands_of(session: str) -> list[tuple[str, str]]:
+    """Return (command, its output on the page) for each command of a session; lines before the first are skipped."""
     found: list[tuple[str, str]] = []
     for line in session.splitlines():
         if line.startswith("$ "):
@@ -119,7 +121,7 @@ def steps_of(session: str) -> list[tuple[str, str]]:
 
 
 def without_numbers(printed: str) -> str:
-    """Return the output of a command without the numbers that depend on the machine."""
+    """Return the output of a command with placeholders for the numbers that depend on the machine."""
     lines = []
     for line in printed.strip("\n").splitlines():
         for pattern, replacement in _MACHINE_DEPENDENT:
@@ -144,8 +146,8 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
         The faults of the session, empty if there are none; and the session with the current output of its commands.
         Output that differs only in numbers that depend on the machine stays as written.
     """
-    faults, steps = [], []
-    for command, expected in steps_of(session):
+    faults, current_parts = [], []
+    for command, expected in commands_of(session):
         process = _run_process(["bash", "-euo", "pipefail", "-c", command], directory)
         printed = process.stdout.strip("\n")
         if process.returncode:
@@ -154,9 +156,9 @@ def run_session(session: str, directory: Path) -> tuple[str, str]:
             faults.append(f"{command}\nprinted\n{process.stdout}\nthe page has\n{expected}")
         else:
             printed = expected
-        steps.append(f"$ {command}\n" + (f"{printed}\n" if printed else ""))
+        current_parts.append(f"$ {command}\n" + (f"{printed}\n" if printed else ""))
     blank = "\n" if "\n\n$ " in session else ""
-    return "\n".join(faults), blank.join(steps)
+    return "\n".join(faults), blank.join(current_parts)
 
 
 def _fault(command: list[str], directory: Path) -> str:
@@ -194,6 +196,7 @@ def write_checkpoints(directory: Path) -> None:
     state, trained = model.state_dict(), dict(model.named_parameters())  # in `trained`, tied parameters are once
     assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
+    _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
     counter = {"train_state": {"step": torch.tensor(1000)}}
     _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
     _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
@@ -211,6 +214,27 @@ def write_checkpoints(directory: Path) -> None:
             dcp.load(titan_tensors, checkpoint_id=renamed, no_dist=True)
     titan_state = {**titan_tensors, "optimizer": optimizer_of(titan_tensors), **counter}
     _save_dcp(titan_state, directory / "outputs" / "checkpoint" / "step-1000")
+
+
+def _write_fp8(model: Path, path: Path) -> None:
+    """Write a checkpoint with its projections in fp8, in blocks of 32 x 32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, path)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = weight
+            continue
+        blocks = weight.float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = codes.reshape(weight.shape), scale
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:

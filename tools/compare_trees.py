@@ -117,11 +117,13 @@ class Tree:
         )
 
     def send(self, call: Call) -> None:
-        """Start one call."""
+        """Start one call; `receive` returns its report."""
         arguments, options = call
         assert self._process.stdin is not None
         print(
-            json.dumps([[self._at(argument) for argument in arguments], options]), file=self._process.stdin, flush=True
+            json.dumps([[self._replace_out(argument) for argument in arguments], options]),
+            file=self._process.stdin,
+            flush=True,
         )
 
     def receive(self) -> dict[str, Any]:
@@ -130,7 +132,8 @@ class Tree:
         report: dict[str, Any] = json.loads(self._process.stdout.readline().replace(str(self.out), "OUT"))
         return {name: value for name, value in with_new_names(report).items() if name not in MEASURED_FIELDS}
 
-    def _at(self, argument: str) -> str:
+    def _replace_out(self, argument: str) -> str:
+        """Return an argument with the directory of outputs in place of a leading `OUT/`."""
         return str(self.out / argument.removeprefix("OUT/")) if argument.startswith("OUT/") else argument
 
 
@@ -139,12 +142,12 @@ def with_new_names(document: dict[str, Any]) -> dict[str, Any]:
     if document.get("schema_version", RENAMED["schema_version"]) >= RENAMED["schema_version"]:
         return document
     names = RENAMED["commands"].get(document["command"].split()[0], {})
-    renamed: dict[str, Any] = _renamed(document, names, "")
+    renamed: dict[str, Any] = _rename_keys(document, names, "")
     return renamed | {"schema_version": RENAMED["schema_version"]}
 
 
-def _renamed(value: Any, names: dict[str, str], path: str) -> Any:
-    """Rename the keys of a value, at any depth.
+def _rename_keys(value: Any, names: dict[str, str], path: str) -> Any:
+    """Return a value with its keys renamed, at any depth.
 
     Args:
         value: The value.
@@ -153,10 +156,12 @@ def _renamed(value: Any, names: dict[str, str], path: str) -> Any:
         path: Old path of the value with a dot at its end; empty for the document.
     """
     if isinstance(value, list):
-        return [_renamed(each, names, path) for each in value]
+        return [_rename_keys(each, names, path) for each in value]
     if not isinstance(value, dict):
         return value
-    return {names.get(f"{path}{name}", name): _renamed(each, names, f"{path}{name}.") for name, each in value.items()}
+    return {
+        names.get(f"{path}{name}", name): _rename_keys(each, names, f"{path}{name}.") for name, each in value.items()
+    }
 
 
 def differing_files(old: Path, new: Path) -> list[str]:

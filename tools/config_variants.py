@@ -107,8 +107,8 @@ def names_of_variants(cls: Any, build_config: ConfigBuilder, base: Values, names
         try:
             config = build_config(copy.deepcopy(values))
             with record_reads() as reads:
-                model = meta_model.build_with_all_ties(cls, config)
-            extended_names = meta_model.add_names_of(model, names)
+                model = meta_model.build_with_tie_flags_set(cls, config)
+            extended_names = meta_model.merge_names(names, model)
         except Exception:  # any error of the class means that no checkpoint has such a config
             continue
         if change is not None and (extended_names.patterns, extended_names.ignored) == (names.patterns, names.ignored):
@@ -168,7 +168,8 @@ def _names_with_all_changes(
     try:
         for change in effective:
             base = with_change(base, build_config, change)
-        return meta_model.add_names_of(meta_model.build_with_all_ties(cls, build_config(copy.deepcopy(base))), names)
+        model = meta_model.build_with_tie_flags_set(cls, build_config(copy.deepcopy(base)))
+        return meta_model.merge_names(names, model)
     except Exception:  # the changes exclude each other
         return names
 

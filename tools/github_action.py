@@ -73,7 +73,7 @@ def _errors(report: Report) -> list[str]:
 
 
 def _warnings(report: Report) -> list[str]:
-    inconclusive = [f"inconclusive: {row['level']}: {row['name']}" for row in report.get("inconclusive") or ()]
+    inconclusive = [f"inconclusive: {_level_text(row)}: {row['name']}" for row in report.get("inconclusive") or ()]
     return [*report["notes"], *inconclusive]
 
 
@@ -99,6 +99,11 @@ def _path_in_repository(path: str | None, workspace: Path) -> str:
 # ----------------------------------------------------------------------------------------------------------- summary
 
 
+def _level_text(row: Report) -> str:
+    """Return the level of a difference as `verify --run` prints it."""
+    return {"bytes": "tensor bytes", "forward": "logits/loss"}.get(row["level"], str(row["level"]))
+
+
 def differences(report: Report) -> list[tuple[str, str, str]]:
     """Return a row for each difference: its kind, the item that differs, and how it differs."""
     if report["command"] == "robustness":
@@ -107,7 +112,7 @@ def differences(report: Report) -> list[tuple[str, str, str]]:
     for row in report.get("differing") or ():
         if "level" in row:
             rank = f"rank {row['rank']}" if "rank" in row else ""
-            rows.append((str(row["level"]), str(row["name"]), ", ".join(filter(None, [_run_difference(row), rank]))))
+            rows.append((_level_text(row), str(row["name"]), ", ".join(filter(None, [_run_difference(row), rank]))))
         elif row["what"] == "content":
             first = f"first difference at {row['index']}: 0x{row['a']} and 0x{row['b']}"
             rows.append(("content", str(row["name"]), first))
@@ -118,16 +123,16 @@ def differences(report: Report) -> list[tuple[str, str, str]]:
 
 def _failed_checks(report: Report) -> list[tuple[str, str, str]]:
     rows = []
-    first_cause = report.get("cause") or {}
+    first_cause = report.get("first_failure") or {}
     for phase in report.get("phases") or ():
         if phase["ok"] is not False:
             continue
         failed_checks = [check for check in phase["checks"] if check["ok"] is False]
         for check in failed_checks:
             details = []
-            if check["count"]:
+            if check["differing_count"]:
                 items = ", ".join(dict.fromkeys(map(str, check["differing"])))
-                details.append(f"{check['count']:,} of {check['compared']:,} items: {items}")
+                details.append(f"{check['differing_count']:,} of {check['compared']:,} items: {items}")
             if check["value"] is not None:
                 details.append(
                     f"difference {_format_number(check['value'])}, tolerance {_format_number(check['tolerance'])}"
@@ -156,18 +161,32 @@ def verdict(report: Report) -> str:
     if report["command"] == "robustness":
         phases = [phase for phase in report.get("phases") or () if phase["ok"] is not None]
         failed = [str(phase["name"]) for phase in phases if phase["ok"] is False]
+        if not failed and not report["ok"] and report.get("injected_fault"):
+            return f"injected fault not detected: {report['injected_fault']}"
         return f"failed: {', '.join(failed)}" if failed else f"{_format_count(len(phases), 'phase')} passed"
     rows = report.get("differing") or ()
     if report.get("run"):
-        levels = ", ".join(dict.fromkeys(str(row["level"]) for row in rows))
+        levels = ", ".join(dict.fromkeys(map(_level_text, rows)))
         counts = (
             f"{_format_count(report['compared'], 'tensor')} per rank, {_format_count(report['world_size'], 'rank')}"
         )
         return f"different: {levels}" if rows else f"equal: {counts}" if report["ok"] else "inconclusive"
     if report["ok"]:
-        return f"equal: {_format_count(report['compared'], 'tensor')} compared bit for bit"
+        return f"equal: {_format_count(report['compared'], 'tensor')} compared bit for bit{_uncompared(report)}"
     tensors = report.get("compared", 0) + sum(row["what"] != "content" for row in rows)
-    return f"different: {len(rows):,} of {_format_count(tensors, 'tensor')}" if rows else "no tensors to compare"
+    if rows:
+        return f"different: {len(rows):,} of {_format_count(tensors, 'tensor')}{_uncompared(report)}"
+    if not report.get("compared"):
+        return "no tensors to compare"
+    return f"incomplete: {_format_count(report['compared'], 'tensor')} equal{_uncompared(report)}"
+
+
+def _uncompared(report: Report) -> str:
+    """Return what `verify` did not compare, to append to a result: `; 117 optimizer tensors not compared`."""
+    nouns = {"optimizer": "optimizer tensor", "other": "other tensor", "objects": "pickled object"}
+    counts = report.get("not_compared") or {}
+    text = ", ".join(_format_count(counts[kind], noun) for kind, noun in nouns.items() if counts.get(kind))
+    return f"; {text} not compared" if text else ""
 
 
 def _run_difference(row: Mapping[str, Any]) -> str:
@@ -250,8 +269,8 @@ def _format_number(value: float | str) -> str:
 # --------------------------------------------------------------------------------------------------------------- run
 
 
-def run(command: str, arguments: str, path: Path) -> tuple[int, Report | None]:
-    """Run a command of ckptx; return its exit code, and its report or None if it wrote none.
+def run(command: str, arguments: str, path: Path) -> tuple[int, Report | None, str]:
+    """Run a command of ckptx; return its exit code, its report (None if it wrote none) and the last error it printed.
 
     Args:
         command: `verify` or `robustness`.
@@ -260,14 +279,21 @@ def run(command: str, arguments: str, path: Path) -> tuple[int, Report | None]:
     """
     path.unlink(missing_ok=True)  # report of an earlier run
     command_line = [sys.executable, "-m", "ckptx", command, *shlex.split(arguments), "--report", str(path)]
-    token = secrets.token_hex(16)
+    token, error = secrets.token_hex(16), ""
     print(f"::stop-commands::{token}", flush=True)
     try:
-        code = subprocess.run(command_line, stderr=subprocess.STDOUT).returncode
+        with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+                text = line.decode(errors="replace").strip()
+                error = text.removeprefix("error: ") if text.startswith("error: ") else error
+        code = process.returncode
     finally:
         print(f"::{token}::", flush=True)
     code = 128 - code if code < 0 else code  # killed by a signal
-    return code, json.loads(path.read_bytes()) if path.is_file() else None
+    return code, json.loads(path.read_bytes()) if path.is_file() else None, error
 
 
 def main() -> int:
@@ -287,12 +313,14 @@ def main() -> int:
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
     exit_codes = []
     for command, arguments in arguments_by_command.items():
-        code, report = run(command, arguments, options.reports / f"{command}.json")
+        code, report, error = run(command, arguments, options.reports / f"{command}.json")
         exit_codes.append(code)
         if report is None:
-            message = f"exit {code}: no report was written; the log of the step has the reason"
+            message = f"exit {code}: {error or 'no report was written; the log of the step has the reason'}"
             print(annotation("error", f"ckptx {command}", message), flush=True)
-            markdown = f"### `ckptx {command}`: failed, exit {code}\n\nNo report was written.\n\n"
+            markdown = (
+                f"### `ckptx {command}`: failed, exit {code}\n\n{_escape_cell(error)}\n\nNo report was written.\n\n"
+            )
         elif report["schema_version"] != SCHEMA_VERSION:
             message = (
                 f"exit {code}: the report has schema_version {report['schema_version']}, this action reads "

@@ -1,6 +1,6 @@
 """Write the data about model classes as the JSON documents that `ckptx.architecture.model_files` reads.
 
-    encode_rows      ClassRow    -> the sections "classes", "bodies" and "structures"
+    encode_rows      ClassRecord    -> the sections "classes", "bodies" and "structures"
     encode_shapes    ShapeRules  -> the sections "shapes" and "shape_bodies"
     encode_model     sections    -> the document of a model type, one key per line
     encode_index     classes     -> classes.json
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptx.architecture.architecture import TiePair
-from ckptx.architecture.class_rows import ClassRow
+from ckptx.architecture.class_decoding import ClassRecord
 from ckptx.architecture.model_files import SCHEMA, SECTIONS, Sections
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.shared_layers import SharedLayers
@@ -83,7 +83,7 @@ def _has_objects(values: Iterable[Any]) -> bool:
 # -------------------------------------------------------------------------------------------------------------- classes
 
 
-def encode_rows(rows: Iterable[ClassRow]) -> dict[str, dict[str, Any]]:
+def encode_rows(rows: Iterable[ClassRecord]) -> dict[str, dict[str, Any]]:
     """Return the sections of the classes of one model type."""
     ordered = sorted(rows, key=lambda row: row.class_name)
     bodies: dict[tuple[str, ...], str] = {}  # name patterns -> the first class that has them
@@ -95,7 +95,7 @@ def encode_rows(rows: Iterable[ClassRow]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _encode_row(row: ClassRow, bodies: dict[tuple[str, ...], str], structures: dict[str, str]) -> Values:
+def _encode_row(row: ClassRecord, bodies: dict[tuple[str, ...], str], structures: dict[str, str]) -> Values:
     """Return the entry of a class; new shared parts are added to `bodies` and `structures`."""
     architecture = row.architecture
     if architecture is None:
@@ -139,11 +139,11 @@ def _encode_tie(pair: TiePair) -> Values:
 def _encode_shared_layers(shared: SharedLayers) -> Values:
     return {
         "paths": list(shared.paths),
-        "kinds": shared.kinds,
+        "kinds": shared.kinds_key,
         "kind": shared.kind,
-        "count": shared.count,
-        "period": shared.period,
-        "default": shared.default,
+        "count": shared.count_key,
+        "period": shared.period_key,
+        "default": shared.default_period,
         "names": dict(sorted(shared.names.items())),
         "flag_keys": [".".join(path) for path in shared.flag.paths],
         "flag_truth": shared.flag.truth,

@@ -203,8 +203,8 @@ class _Solver:
     def _count_expressions(self, patterns: Iterable[str]) -> dict[str, str]:
         """Return an expression for the number of indices of each star, by the path before it, where one is found."""
         paths = {
-            ".".join(parts[:at]) for parts in (each.split(".") for each in patterns)
-            for at, part in enumerate(parts) if part == "*"
+            ".".join(parts[:index]) for parts in (each.split(".") for each in patterns)
+            for index, part in enumerate(parts) if part == "*"
         }  # fmt: skip
         found = {}
         for path in sorted(paths):
@@ -222,7 +222,7 @@ class _Solver:
             counts: Result of `_count_expressions`; False is returned if it lacks a star of the pattern.
         """
         parts = pattern.split(".")
-        paths = [".".join(parts[:at]) for at, part in enumerate(parts) if part == "*"]
+        paths = [".".join(parts[:index]) for index, part in enumerate(parts) if part == "*"]
         if any(path not in counts for path in paths):
             return False
         for observation, grouped in zip(self.number_observations, self.shapes_by_pattern, strict=True):

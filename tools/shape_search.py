@@ -1,6 +1,6 @@
 """Find an expression over integers of a config that gives the size of a dimension under every config that was tried.
 
-The values of a key, and of an expression, under all configs are a row: an int64 array with one value per config.
+In this module, a row is an int64 array with the value of a key or of an expression under each config.
 """
 
 from __future__ import annotations

@@ -67,13 +67,13 @@ class _Probe:
 
     def __init__(self, cls: Any, build_config: ConfigBuilder, draft: SharedLayers, config: Values) -> None:
         self.cls, self.build_config, self.draft, self.config = cls, build_config, draft, config
-        self.other_kind = next(each for each in config[draft.kinds] if each != draft.kind)
+        self.other_kind = next(each for each in config[draft.kinds_key] if each != draft.kind)
         self.base = self.config_with_layers("".join("." * count + "w" for count in _NUM_LAYERS_BETWEEN))
 
     def config_with_layers(self, layers: str, **changes: Any) -> Values:
         """Return a config, as a dict, with one layer per character; "w" is a layer that shares its modules."""
         kinds = [self.draft.kind if each == "w" else self.other_kind for each in layers]
-        return {self.draft.kinds: kinds, _COUNT_KEY: len(kinds), **changes}
+        return {self.draft.kinds_key: kinds, _COUNT_KEY: len(kinds), **changes}
 
     def rule(self) -> SharedLayers | None:
         """Derive the rule; return None if the base config ties no layers.
@@ -98,14 +98,16 @@ class _Probe:
     def _completed(self, names: dict[str, str], period_key: str) -> SharedLayers:
         """Return the draft with names and period, as in `SharedLayers`."""
         draft, default = self.draft, self.config[period_key] if period_key else 1
-        return SharedLayers(draft.paths, draft.kinds, draft.kind, draft.count, period_key, default, names, draft.flag)
+        return SharedLayers(
+            draft.paths, draft.kinds_key, draft.kind, draft.count_key, period_key, default, names, draft.flag
+        )
 
     def agrees_with_models(self, rule: SharedLayers) -> bool:
         """Return True if the rule gives the ties of the models with other layers, periods and booleans."""
         switches = sorted({key for key in rule.names.values() if key})
-        for layers, period, value in product(_TRIAL_LAYERS, (1, 2, 3) if rule.period else (1,), (False, True)):
+        for layers, period, value in product(_TRIAL_LAYERS, (1, 2, 3) if rule.period_key else (1,), (False, True)):
             values = self.config_with_layers(
-                layers, **dict.fromkeys(switches, value), **({rule.period: period} if rule.period else {})
+                layers, **dict.fromkeys(switches, value), **({rule.period_key: period} if rule.period_key else {})
             )
             pairs, rule_pairs = self.pairs(values), dict(pair.namings[0] for pair in rule.ties(values))
             # a class may reject a list without shared layers
@@ -116,7 +118,7 @@ class _Probe:
     def pairs(self, values: Values) -> Pairs | None:
         """Return the ties between layers of the model of a config; None if it cannot be built."""
         try:
-            model = meta_model.build_with_all_ties(self.cls, self.build_config(copy.deepcopy(values)))
+            model = meta_model.build_with_tie_flags_set(self.cls, self.build_config(copy.deepcopy(values)))
         except Exception:  # any error of the class means that no checkpoint has such a config
             return None
         shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
@@ -136,10 +138,10 @@ class _Probe:
         numbers_by_pattern: dict[str, set[str]] = {}
         for name in names:
             parts = name.split(".")
-            at = next((at for at, part in enumerate(parts) if part.isdigit()), None)
-            if at is not None:
-                pattern = ".".join((*parts[:at], "*", *parts[at + 1 :]))
-                numbers_by_pattern.setdefault(pattern, set()).add(parts[at])
+            index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+            if index is not None:
+                pattern = ".".join((*parts[:index], "*", *parts[index + 1 :]))
+                numbers_by_pattern.setdefault(pattern, set()).add(parts[index])
         patterns = {pattern for pattern, numbers in numbers_by_pattern.items() if numbers == positions}
         covered_names = {pattern.replace("*", position) for pattern in patterns for position in positions}
         return patterns | (names - covered_names)
@@ -149,16 +151,18 @@ def _paths_before_numbers(pair: TiePair) -> tuple[str, ...] | None:
     """Return the path before the first number in each naming; None if its two names differ in more than this number."""
     paths = []
     for names in pair.namings:
-        both = [name.split(".") for name in names]
-        at = [next((at for at, part in enumerate(parts) if part.isdigit()), None) for parts in both]
-        if at[0] is None or at[0] != at[1] or _without_index(both[0], at[0]) != _without_index(both[1], at[0]):
+        parts, other_parts = (name.split(".") for name in names)
+        index, other_index = (
+            next((index for index, part in enumerate(each) if part.isdigit()), None) for each in (parts, other_parts)
+        )
+        if index is None or index != other_index or _without_item(parts, index) != _without_item(other_parts, index):
             return None
-        paths.append(".".join(both[0][: at[0]]))
+        paths.append(".".join(parts[:index]))
     return tuple(paths)
 
 
-def _without_index(parts: list[str], at: int) -> list[str]:
-    return [*parts[:at], *parts[at + 1 :]]
+def _without_item(items: list[str], index: int) -> list[str]:
+    return [*items[:index], *items[index + 1 :]]
 
 
 def _layer_type_keys(config: Values, pairs: Iterable[TiePair], paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -19,8 +19,12 @@ _HEAD = """# Malformed input and expected errors
 This page is written by `python tools/situations.py`, and the tests in `tests/situations` check every row. In each
 situation the command ends in time with a documented exit code, an error is one line, nothing outside DST is created,
 changed or removed, a failed run leaves nothing at DST or next to it, only printable text from the input reaches the
-terminal, and `ckptx verify` finds the output of a successful run equal to its source. Long messages are shortened at
-the end.
+terminal, and `ckptx verify` finds the output of a successful run equal to its source.
+
+SRC is a small model, usually a Llama, and each row states what differs from a valid checkpoint or
+command. In the messages, `hf` is an HF checkpoint; `step`, `dcp` and `titan` are DCPs, `titan` with torchtitan's names;
+`base` is the HF checkpoint of `--base`; `canary.txt` is a text file of the user. The column *output* is the first line
+on stderr, or on stdout if there is none on stderr. Long lines are shortened in the middle.
 
 """
 
@@ -28,7 +32,8 @@ the end.
 def main() -> int:
     """Run the cases and write the page; return 1 if a case did not end as required."""
     load_all()
-    rows, num_passed, num_failed = [], Counter[str](), 0  # passed: by area
+    rows: list[str] = []
+    num_passed, num_failed = Counter[str](), 0  # by area; in all areas
     runner = Runner()
     with tempfile.TemporaryDirectory(prefix="situations-") as work:
         for number, situation in enumerate(SITUATIONS):
@@ -62,7 +67,9 @@ def _cell(text: str, root: Path | None = None) -> str:
     if root is not None:
         text = text.replace(f"{root}/", "").replace(str(root), ".")
     text = re.sub(r"\d+(\.\d+)? s, .*", "", text)
-    text = text if len(text) <= 200 else f"{text[:197]}..."
+    if len(text) > 240:  # the next step is at the end
+        start, end = re.sub(r" \S{,30}$", "", text[:115]), re.sub(r"^\S{,30} ", "", text[-120:])
+        text = f"{start} ... {end}"
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
