@@ -45,6 +45,16 @@ def test_deepseek_has_the_counts_of_its_release_by_dtype() -> None:
     assert sum(map(prod, shapes.values())) - sum(map(prod, fp8)) - fp32 == 3_918_786_560
 
 
+@pytest.mark.parametrize(
+    "model", [llama(1), experts(1, 4), deepseek(4, predictors=0)], ids=["llama", "experts", "deepseek"]
+)
+def test_the_tensors_match_the_config(model: Model, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", model, sparse=True)
+    report = ckptx.convert("to-dcp", tmp_path / "hf", tmp_path / "dcp", dry_run=True)
+    assert report.exit == 0
+    assert report.notes == []
+
+
 def test_the_size_grows_with_the_layers_that_have_experts() -> None:
     sizes = [parameters(deepseek(layers)) for layers in (3 + 14, 3 + 29, 3 + 58)]
     first, second = (after - before for before, after in pairwise(sizes))

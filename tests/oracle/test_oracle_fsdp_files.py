@@ -40,7 +40,7 @@ def test_every_tensor_equals_the_full_state_dict(
     full = pool.run(save_uneven_model, ranks, kind, tied, tmp_path / "actor")[0]
     report = ckptx.convert("to-dcp", tmp_path / "actor", tmp_path / "dcp", base="none")
     assert equal(stock_load(tmp_path / "dcp"), full)
-    assert report.ledger["source"] == len(full) == report.ledger["written"] + report.ledger["aliases"]
+    assert report.ledger["source"] == len(full) == report.ledger["written"] + report.ledger["tied"]
     assert any(f"optimizer state not converted: {ranks} optim_world_size_*" in note for note in report.notes)
     ckptx.convert("to-hf", tmp_path / "actor", tmp_path / "hf", base="none")
     assert equal(load_file(tmp_path / "hf" / "model.safetensors"), full)
@@ -82,7 +82,7 @@ def test_an_actor_becomes_the_model_that_transformers_loads(
     write(replace(EVERY[recipe], dtype=torch.bfloat16), hf)
     pool.run(save_pretrained_model, 2, kind, hf, actor)
     report = ckptx.convert("to-hf", tmp_path / "global_step_10", out)
-    assert report.ledger["source"] == report.ledger["written"] + report.ledger["aliases"] + report.ledger["dropped"]
+    assert report.ledger["source"] == report.ledger["written"] + report.ledger["tied"] + report.ledger["dropped"]
     model = load(out)
     assert model.dtype is torch.float32
     expected = outputs(load(hf, torch.float32), EVERY[recipe].inputs())

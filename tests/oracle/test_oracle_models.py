@@ -136,7 +136,7 @@ def test_verify_and_diff_call_every_form_equal(model: Converted, other: str) -> 
 def test_every_tensor_is_accounted_for(model: Converted) -> None:
     for report in model.reports:
         ledger = report.ledger
-        assert ledger["source"] == ledger["written"] + ledger["aliases"]
+        assert ledger["source"] == ledger["written"] + ledger["tied"]
         assert ledger["dropped"] == len(report.dropped) == 0
     assert model.reports[0].ledger["source"] == len(model.names)
 

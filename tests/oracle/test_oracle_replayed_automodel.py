@@ -182,7 +182,7 @@ def test_consolidate_preserves_original_hf_float_dtypes_when_available(tmp_path:
     report = consolidated(src, tmp_path / "out", "--dtype", "base")
     assert_same_tensors(read_tensors(tmp_path / "out"), tensors | {"bf16_weight": tensors["bf16_weight"].bfloat16()})
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 4 * 2 + 4 * 4 + 2 * 4
-    assert report["base_dtypes"]["lacking"] == ["missing_original_dtype"]
+    assert report["base_dtypes"]["not_in_base"] == ["missing_original_dtype"]
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "auto")])

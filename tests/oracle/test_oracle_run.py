@@ -171,7 +171,7 @@ def test_another_eps_in_the_config_is_named_and_shows_in_the_forward_pass(
     assert {"config", "forward"} <= levels(document) and "bytes" not in levels(document)
     assert "config: rms_norm_eps: 1e-06 in the reference, 0.001 in the checkpoint" in text
     assert document["first_divergence"]["module"] == "model.layers.0.input_layernorm"
-    assert "first module that differs: model.layers.0.input_layernorm" in text
+    assert "first module with a different output: model.layers.0.input_layernorm" in text
 
 
 def test_a_key_that_changes_nothing_is_a_note(pool: GlooPool, hf_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_what_is_not_a_number_is_found_before_anything_else(
     spoiled = changed(hf_of("llama-untied"), tmp_path / "nan", spoil)
     document, text = run_verify(pool, hf_of("llama-untied"), spoiled, **TWO)
     first = next(row for row in document["differing"] if row["level"] == "forward")
-    assert first["what"].endswith("not finite, checkpoint")
+    assert first["what"].endswith("not finite in the checkpoint")
     assert document["kl"] == "nan"
     assert "not finite" in text
     both, _ = run_verify(pool, spoiled, spoiled, **TWO)

@@ -90,7 +90,7 @@ def test_a_dcp_keeps_both_names_of_a_tensor_and_of_its_state(wrapper: str, tp: i
     loaded = stock_load(tmp_path / "out")
     assert loaded.keys() == both.keys()
     assert all(torch.equal(loaded[each], both[each]) for each in both)
-    assert report.ledger["source"] == len(both) == report.ledger["written"] + report.ledger["aliases"]
+    assert report.ledger["source"] == len(both) == report.ledger["written"] + report.ledger["tied"]
     assert ckptx.verify(saved, tmp_path / "out").exit == 0
     both[f"optimizer.state.{wrapper}.{name}.exp_avg"] += 1
     saved = save(both, tmp_path / "other")

@@ -116,7 +116,7 @@ def test_a_difference_is_named_with_its_stage(pool: GlooPool, hf_of: Callable[[s
     rows = {(row["level"], row["name"]): row["stage"] for row in document["differing"]}
     assert (document["exit"], rows["bytes", name], rows["forward", "logits"]) == (1, 1, 1)
     assert rows["gradients", "model.layers.0.self_attn.q_proj.weight"] == 0
-    assert text.startswith(f"bytes: {name}: differs from the reference (rank 1)")
+    assert text.startswith(f"tensor bytes: {name}: differs from the reference (rank 1)")
 
 
 def test_one_unit_in_the_last_place_is_a_difference(pool: GlooPool, hf_of: Callable[[str], Path]) -> None:

@@ -104,12 +104,12 @@ def tied_logits(family: Family, tmp_path: Path) -> list[torch.Tensor]:
 
 
 def case_of(report: ConversionReport, family: Family) -> tuple[str, str]:
-    rows = [row for row in report.ties if (row["target"], row["source"]) == (family.target, family.source)]
+    rows = [row for row in report.ties if (row["name"], row["tied_to"]) == (family.target, family.source)]
     assert len(rows) == 1
-    return rows[0]["case"], rows[0]["action"]
+    return rows[0]["stored"], rows[0]["action"]
 
 
-_CASES = {"source": "source-only", "target": "target-only", "equal": "equal", "different": "different"}
+_CASES = {"source": "tied-to-only", "target": "name-only", "equal": "equal", "different": "different"}
 
 
 @EVERY_FAMILY
@@ -320,7 +320,7 @@ def test_base_model_names_under_a_class_with_a_head_are_kept(tmp_path: Path) -> 
     config = read_config(tmp_path / "hf") | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     report = ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp")
-    assert report.ties[0]["case"] == "base-model"
+    assert report.ties[0]["stored"] == "base-model"
     assert set(metadata(tmp_path / "dcp")) == set(read_hf(tmp_path / "hf"))
 
 

@@ -177,7 +177,7 @@ def test_tied_model_saved_twice_by_fsdp_becomes_one_tensor(pool: GlooPool, tied_
     assert raw(expected.pop("lm_head.weight")) == raw(expected["model.embed_tokens.weight"])
     assert {"model.lm_head.weight", "model.model.embed_tokens.weight"} < set(metadata(saved))
     report = ckptx.convert("dcp2hf", saved, tmp_path / "out", base=str(tied_hf))
-    assert [row["case"] for row in report.ties] == ["equal"]
+    assert [row["stored"] for row in report.ties] == ["equal"]
     assert_trained(tied_hf, tmp_path / "out", expected)
 
 
@@ -256,7 +256,7 @@ def test_a_name_with_and_without_a_wrapper_is_one_tensor_where_the_bytes_are_equ
     dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=str(hf))
     assert any("two names" in warning and "_orig_mod.lm_head.weight" in warning for warning in report.notes)
-    assert report.ledger["aliases"] == 1 and not report.unknown_tensors
+    assert report.ledger["tied"] == 1 and not report.unknown_tensors
     assert_same_tensors(read_hf(tmp_path / "out"), state)
     wrapped["_orig_mod.lm_head.weight"] += 1
     dcp.save(dict(wrapped), storage_writer=dcp.FileSystemWriter(tmp_path / "other"), no_dist=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATED = "docs/situations.md"  # has hostile options, and links to nothing
 # Options of other programs that the pages name.
 FOREIGN = {
+    "--junitxml": "pytest",
     "--nproc-per-node": "torchrun",
     "--safe_serialization": "zero_to_fp32.py",
     "--ckpt-format": "Megatron",
@@ -32,6 +35,7 @@ FOREIGN = {
     "--ckptx-recipe": "pytest",
     "--ckptx-set": "pytest",
     "--dist": "pytest-xdist",
+    "--index-url": "pip",
 }
 MISSPELLED = {"covnert"}  # commands in docs/troubleshooting.md whose error is shown
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -224,7 +228,7 @@ def test_blocks_are_found() -> None:
 
 def test_a_session_is_its_commands_and_what_they_print(tmp_path: Path) -> None:
     text = "$ echo 0.5 s, more\n0.1 s, more\n\n$ true\n"
-    assert check_docs.steps_of(text) == [("echo 0.5 s, more", "0.1 s, more"), ("true", "")]
+    assert check_docs.commands_of(text) == [("echo 0.5 s, more", "0.1 s, more"), ("true", "")]
     assert check_docs.run(check_docs.Block("p", 1, "console", text), tmp_path) == ""
 
 
@@ -290,7 +294,18 @@ def test_what_is_known_is_counted() -> None:
     assert counted in text and counted in " ".join(text_of("README.md").split())
     assert f"transformers {model_files.read_index()['transformers'].rpartition('.')[0]}" in text
     shapes = sum(len(json.loads(path.read_bytes())["shapes"]) for path in model_files.MODELS_DIR.glob("*.json"))
-    assert f"{shapes} so far" in text
+    assert f"{shapes} of these classes" in text
+
+
+def test_the_imports_of_the_examples_exist() -> None:
+    count = 0
+    for block in re.findall(r"```python\n(.*?)```", text_of("CONTRIBUTING.md"), re.DOTALL):
+        for module, imported in re.findall(r"^from (ckptx\.[\w.]+) import (.+)$", dedent(block), re.MULTILINE):
+            if not module.endswith(".hello"):
+                missing = [name for name in imported.split(", ") if not hasattr(import_module(module), name)]
+                assert not missing, f"{module} has no {missing}"
+                count += 1
+    assert count > 5
 
 
 def test_the_corrections_of_the_recipe_can_be_read() -> None:
@@ -304,13 +319,17 @@ def test_every_oracle_is_explained() -> None:
 
 
 def test_every_fault_has_its_check() -> None:
-    cells = [row for row in rows_of(text_of("docs/robustness.md")) if len(row) == 2]
-    listed = {fault: check.strip("`") for faults, check in cells for fault in re.findall(r"`(\w+)`", faults)}
-    assert listed == {name: fault.oracle for name, fault in FAULTS.items()}
+    cells = [row for row in rows_of(text_of("docs/robustness.md")) if len(row) == 3 and row[1].isdecimal()]
+    listed = {
+        fault: (int(phase), check.strip("`"))
+        for faults, phase, check in cells
+        for fault in re.findall(r"`(\w+)`", faults)
+    }
+    assert listed == {name: (fault.phase, fault.oracle) for name, fault in FAULTS.items()}
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    python = {row[0].strip("`"): row[1] for row in rows_of(text_of("docs/python.md")) if len(row) == 2}
+    python = {row[0].strip("`"): row[1] for row in rows_of(text_of("docs/python.md")) if len(row) == 3}
     codes = {row[0] for row in rows_of(text_of("docs/troubleshooting.md"))}
     for each in (*CkptxError.__subclasses__(), InternalError):
         if each.exit_code > 1:

@@ -16,7 +16,14 @@ from tests.support.import_tool import tool
 action = tool("github_action")
 
 REPORT: dict[str, Any] = {"command": "verify", "ok": False, "exit": 1, "error": None, "notes": [], "seconds": 1.0}
-ORACLE = {"ok": False, "compared": 36, "count": 2, "differing": ["torch", "torch"], "value": None, "tolerance": None}
+ORACLE = {
+    "ok": False,
+    "compared": 36,
+    "differing_count": 2,
+    "differing": ["torch", "torch"],
+    "value": None,
+    "tolerance": None,
+}
 PHASE = {"name": "resume", "title": "t", "ok": False, "seconds": 2.0, "checks": [], "notes": []}
 
 
@@ -60,12 +67,12 @@ def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
     }
     assert action.annotations(report, tmp_path) == [
         "::error title=ckptx verify::config: k: 1 in the reference, 2 in the checkpoint, rank 0",
-        "::error title=ckptx verify::bytes: v: differs from the reference, rank 0",
+        "::error title=ckptx verify::tensor bytes: v: differs from the reference, rank 0",
         "::error title=ckptx verify::gradients: w: max abs difference 0.5, tolerance 0.1, rank 1",
         "::error title=ckptx verify::gradients: x: not finite, reference, rank 1",
-        "::warning title=ckptx verify::inconclusive: forward: logits",
+        "::warning title=ckptx verify::inconclusive: logits/loss: logits",
     ]
-    assert action.verdict(report) == "different: config, bytes, gradients"
+    assert action.verdict(report) == "different: config, tensor bytes, gradients"
     assert action.verdict(report | {"differing": []}) == "inconclusive"
     assert action.verdict(report | {"differing": [], "ok": True}) == "equal: 9 tensors per rank, 2 ranks"
 
@@ -73,13 +80,19 @@ def test_levels_of_a_run_and_inconclusive_results(tmp_path: Path) -> None:
 def test_oracles_are_named_beside_the_recipe(tmp_path: Path) -> None:
     phases = [
         PHASE
-        | {"checks": [ORACLE | {"name": "rng"}, ORACLE | {"name": "loss", "count": 0, "value": 0.5, "tolerance": 0}]},
+        | {
+            "checks": [
+                ORACLE | {"name": "rng"},
+                ORACLE | {"name": "loss", "differing_count": 0, "value": 0.5, "tolerance": 0},
+            ]
+        },
         PHASE | {"name": "export", "notes": ["out of memory"]},
         PHASE | {"name": "killed saves", "ok": None},
     ]
     cause = {"phase": "resume", "check": "rng", "cause": "RNG state differs"}
     report = REPORT | {
-        "command": "robustness", "phases": phases, "cause": cause, "recipe_file": str(tmp_path / "ci/ours.yaml"),
+        "command": "robustness", "phases": phases, "first_failure": cause,
+        "recipe_file": str(tmp_path / "ci/ours.yaml"),
         "kills": [{"operation": "rename", "ok": False}, {"operation": "write", "ok": True}],
     }  # fmt: skip
     head = "::error file=ci/ours.yaml,title=ckptx robustness::"
@@ -104,6 +117,11 @@ def test_a_failure_without_rows_still_has_an_error(tmp_path: Path) -> None:
     passed = REPORT | {"ok": True, "exit": 0, "compared": 3, "differing": []}
     assert action.annotations(passed, tmp_path) == [] and "equal: 3 tensors compared bit" in action.summary(passed)
     assert "different: 1 of 4 tensors" in action.summary(REPORT | {"compared": 3, "differing": [missing("w")]})
+    lost = passed | {"not_compared": {"optimizer": 117, "other": 0, "objects": 1}}
+    lack = "117 optimizer tensors, 1 pickled object not compared"
+    assert f"equal: 3 tensors compared bit for bit; {lack}" in action.summary(lost)
+    (line,) = action.annotations(lost | {"ok": False, "exit": 1}, tmp_path)
+    assert line.endswith(f"exit 1: incomplete: 3 tensors equal; {lack}")
 
 
 def test_exit_codes_are_those_of_ckptx(
@@ -137,7 +155,9 @@ def test_exit_codes_are_those_of_ckptx(
     assert printed.index("DIFFERENT") < printed.index(f"::{token}::") < printed.index("::error")
     assert json.loads((tmp_path / "reports/verify.json").read_bytes())["exit"] == 1
     assert started("--verify", f"{reference} {tmp_path / 'same'} --nonesuch") == 2
-    assert "no report was written" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "::error title=ckptx verify::exit 2: verify does not take --nonesuch" in printed
+    assert printed.index("error: verify does not take --nonesuch") < printed.index("::error"), "in the log, too"
     assert started() == 2
     text = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert text.index("passed") < text.index("failed, exit 1") < text.index("No report was written")
@@ -148,7 +168,7 @@ def test_a_report_of_another_version_is_refused(
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     monkeypatch.setattr(sys, "argv", ["github_action.py", "--reports", str(tmp_path), "--verify", "a b"])
-    monkeypatch.setattr(action, "run", lambda *_: (1, REPORT | {"schema_version": 2}))
+    monkeypatch.setattr(action, "run", lambda *_: (1, REPORT | {"schema_version": 2}, ""))
     assert action.main() == 1
     assert "schema_version 2, this action reads 3" in capfd.readouterr().out
     assert "use the action and ckptx of the same version" in (tmp_path / "summary.md").read_text(encoding="utf-8")

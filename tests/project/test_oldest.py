@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Tools that check the code, or build the package and the docs site, and that no test runs.
-NOT_RUN = {"build", "markdown-it-py", "mkdocs-material", "mypy", "pre-commit", "ruff", "setuptools", "twine"}
+NOT_RUN = {"build", "markdown-it-py", "mkdocs-material", "mutmut", "mypy", "pre-commit", "ruff", "setuptools", "twine"}
 
 
 def pins(name: str) -> dict[str, str]:
@@ -53,5 +53,8 @@ def test_the_documents_list_the_tested_versions() -> None:
     assert found is not None
     words = set(re.findall(r"\d+(?:\.\d+)+", found[0]))
     for each in (pins("constraints.txt"), pins("constraints-oldest.txt")):
-        assert {each[name] for name in ("torch", "transformers", "click", "huggingface-hub", "numpy")} <= words
+        assert {
+            each[name] for name in ("torch", "transformers", "click", "huggingface-hub", "numpy", "safetensors")
+        } <= words
+        assert set(_TESTED_VERSIONS) == {"torch", "transformers", "click", "huggingface-hub", "numpy", "safetensors"}
         assert all(each[name] in said.split(" and ") for name, said in _TESTED_VERSIONS.items())

@@ -117,8 +117,9 @@ DIALECT = (
     Word("pro(?:of|ofs|ves?|ved|ven|ving)", "verify, check, show", "It proves that the result is right."),
     Word("tiles? (?:each|every|the|a)|must tile", "cover without gaps or overlaps", "Shards must tile every tensor."),
     Word(
-        "nothing (?:is|was|has been) published|publish(?:es|ed)? nothing",
-        "DST is not created",
+        "nothing (?:is|was|has been) published|publish(?:es|ed)? nothing|before publishing"
+        "|(?:output|step)s? (?:is|are|was|were) published",
+        "DST is not created, moved into place",
         "The conversion fails and publishes nothing.",
     ),
     Word("(?:files?|tensors?) of single ranks", "per-rank files", "Files of single ranks are rejected."),

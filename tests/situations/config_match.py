@@ -43,46 +43,46 @@ _NO_TENSOR = r"is in {}, where LlamaForCausalLM has no such tensor.*--allow-conf
 _MODULE = r"model\.layers\.\*"
 # Name -> tensors beside those of a Llama, changes of its config, and what the error must say.
 _OTHER_MODELS: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
-    "norms of queries and keys, as in Qwen3": (
+    "a Llama with query and key norms, as in Qwen3": (
         _in_layers("self_attn.q_norm.weight", "self_attn.k_norm.weight", shape=(4,)), {},
         _NO_TENSOR.format(rf"{_MODULE}\.self_attn"),
     ),
-    "norms around the MLP, as in Gemma 2": (
+    "a Llama with norms around the MLP, as in Gemma 2": (
         _in_layers("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"), {},
         _NO_TENSOR.format(_MODULE),
     ),
-    "biases of attention that the config switches off": (
+    "a Llama with attention biases that the config disables": (
         _in_layers("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
         {"attention_bias": False}, r"q_proj\.bias.*it depends on attention_bias",
     ),
-    "no biases of attention though the config switches them on": (
-        {}, {"attention_bias": True}, r"k_proj\.bias.*\(attention_bias in config\.json\), found no such tensor",
+    "a Llama without attention biases, although the config enables them": (
+        {}, {"attention_bias": True}, r"k_proj\.bias.*because of attention_bias in config\.json, found no such tensor",
     ),
-    "a shared expert, as in Qwen2-MoE": (
+    "a Llama with a shared expert, as in Qwen2-MoE": (
         _in_layers("mlp.shared_expert.up_proj.weight", shape=(24, 8)), {}, _NO_TENSOR.format(rf"{_MODULE}\.mlp"),
     ),
-    "a router and experts, as in Mixtral": (
+    "a Llama with a router and experts, as in Mixtral": (
         _in_layers("block_sparse_moe.gate.weight", "block_sparse_moe.experts.0.w1.weight", shape=(4, 8)), {},
         _NO_TENSOR.format(_MODULE),
     ),
-    "sinks of attention, as in gpt-oss": (
+    "a Llama with attention sinks, as in gpt-oss": (
         _in_layers("self_attn.sinks", shape=(2,)), {}, _NO_TENSOR.format(rf"{_MODULE}\.self_attn"),
     ),
-    "biases of norms, as in StarCoder2": (
+    "a Llama with biases in its norms, as in StarCoder2": (
         {**_in_layers("input_layernorm.bias"), "model.norm.bias": value("BF16", 8)}, {},
         _NO_TENSOR.format(rf"{_MODULE}\.input_layernorm"),
     ),
-    "a bias of the head, as in Phi": (
+    "a Llama with a bias in the output head, as in Phi": (
         {"lm_head.bias": value("BF16", 16)}, {}, _NO_TENSOR.format("lm_head"),
     ),
-    "a tensor of a layer after the last": (
+    "a Llama with a tensor of a layer after the last": (
         {"model.layers.7.input_layernorm.weight": value("BF16", 8)}, {},
         r"index below 2 in model\.layers.*found layer 7",
     ),
-    "an unknown tensor of a layer after the last": (
+    "a Llama with an unknown tensor of a layer after the last": (
         {"model.layers.2.strange.weight": value("BF16", 8)}, {}, r"index below 2 in model\.layers.*found layer 2",
     ),
-    "a misspelled name of a weight": (
+    "a Llama with a misspelled name of a weight": (
         {f"{_LAYERS[0]}.mlp.up_proj.wieght": value("BF16", 24, 8)}, {}, _NO_TENSOR.format(rf"{_MODULE}\.mlp\.up_proj"),
     ),
 }  # fmt: skip
@@ -96,16 +96,20 @@ for _name, (_more, _changes, _said) in _OTHER_MODELS.items():
 
 for _command, _lay in _COMMANDS.items():
 
-    @situation("config match", f"{_command}: an index with a zero in front", 3, r"model\.layers\.01\..*no such tensor")
+    @situation(
+        "config match", f"{_command}: a layer index with a leading zero", 3, r"model\.layers\.01\..*no such tensor"
+    )
     def _(box: Box, lay: Any = _lay) -> Any:
         return lay(box, {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}, _CONFIG)
 
-    @situation("config match", f"{_command}: both 1 and 01 are there", 3, r"model\.layers\.01\..*no such tensor")
+    @situation("config match", f"{_command}: both layer 1 and layer 01", 3, r"model\.layers\.01\..*no such tensor")
     def _(box: Box, lay: Any = _lay) -> Any:
         again = {name.replace("layers.1.", "layers.01."): each for name, each in llama().items()}
         return lay(box, {**llama(), **again}, _CONFIG)
 
-    @situation("config match", f"{_command}: a classifier, and a config with a tied head", 3, r'"score\.weight" is in')
+    @situation(
+        "config match", f"{_command}: a classifier, and a config with a tied head", 3, r'"score\.weight" is stored'
+    )
     def _(box: Box, lay: Any = _lay) -> Any:
         tied = {**_CONFIG, "tie_word_embeddings": True}
         return lay(box, {**llama(head=False), "score.weight": value("BF16", 2, 8)}, tied)
@@ -113,29 +117,29 @@ for _command, _lay in _COMMANDS.items():
 
 # What may be there: it passes, and verify finds it in the output again.
 _PASSING: dict[str, tuple[dict[str, Value], str]] = {
-    "rotary buffers": (_in_layers("self_attn.rotary_emb.inv_freq", shape=(2,)), ""),
-    "causal masks": (_in_layers("self_attn.bias", shape=(1, 1, 4, 4)), ""),
-    "layers that predict further tokens": (
+    "a Llama with rotary buffers": (_in_layers("self_attn.rotary_emb.inv_freq", shape=(2,)), ""),
+    "a Llama with causal masks": (_in_layers("self_attn.bias", shape=(1, 1, 4, 4)), ""),
+    "a Llama with multi-token prediction layers": (
         {"mtp.fc.weight": value("BF16", 8, 8)}, r"mtp\.fc\.weight.*for speculative decoding",
     ),
-    "a layer after the last that predicts further tokens": (
+    "a Llama with a multi-token prediction layer after the last layer": (
         {f"model.layers.2.{name}": value("BF16", 8) for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}, "",
     ),
-    "state of Transformer Engine": (
+    "a Llama with state of Transformer Engine": (
         _in_layers("self_attn.q_proj._extra_state", shape=(1,)), "Transformer Engine",
     ),
-    "scales of a quantized KV cache": (_in_layers("self_attn.k_scale", shape=()), "quantized KV cache"),
-    "a vision tower": (
-        {"vision_tower.blocks.0.weight": value("BF16", 2, 2)}, r"vision_tower.*outside of the modules of the class",
+    "a Llama with scales of a quantized KV cache": (_in_layers("self_attn.k_scale", shape=()), "quantized KV cache"),
+    "a Llama with a vision tower": (
+        {"vision_tower.blocks.0.weight": value("BF16", 2, 2)}, r"vision_tower.*outside the modules of the class",
     ),
-    "the head of a classifier beside the own head": (
+    "a Llama with a classifier head next to the output head": (
         {"score.weight": value("BF16", 2, 8)}, r"score\.weight.*another class of this model type",
     ),
 }  # fmt: skip
 for _name, (_more, _said) in _PASSING.items():
     for _command, _lay in _COMMANDS.items():
 
-        @situation("config match", f"{_command}: {_name}, which may be there", 0, _said)
+        @situation("config match", f"{_command}: {_name}, allowed", 0, _said)
         def _(box: Box, more: Any = _more, lay: Any = _lay) -> Any:
             return lay(box, {**llama(), **more}, _CONFIG)
 
@@ -151,7 +155,7 @@ for _command, _exits in (("inspect", 0), ("diff", 0), ("verify", 0)):
 
 @situation(
     "config match",
-    "--allow-config-mismatch takes a tensor of another model with a warning",
+    "--allow-config-mismatch accepts a tensor of another model with a note",
     0,
     r"q_norm.*no such tensor",
 )

@@ -52,14 +52,14 @@ for _keys in (
     {"rope_theta": 1e6},
 ):
 
-    @situation(AREA, f"torchtitan's names, and in config.json {json.dumps(_keys)} was edited", 3, EDITED)
+    @situation(AREA, f"torchtitan's names, and config.json was edited: {json.dumps(_keys)[1:-1]}", 3, EDITED)
     def _(box: Box, keys: dict[str, Any] = _keys) -> Any:
         source = torchtitan(box)
         edit(source / "config.json", **keys)
         return dcp2hf(box, source)
 
 
-@situation(AREA, "torchtitan's names, and config.json got another line end", 3, EDITED)
+@situation(AREA, "torchtitan's names, and config.json has other line endings", 3, EDITED)
 def _(box: Box) -> Any:
     source = torchtitan(box)
     text = (source / "config.json").read_bytes()
@@ -84,7 +84,7 @@ def _(box: Box) -> Any:
     return dcp2hf(box, source, "--base", box.root / "hf")
 
 
-@situation(AREA, "torchtitan's names, and --base has another number of heads", 3, r'orders the elements of "layers')
+@situation(AREA, "torchtitan's names, and --base has another number of heads", 3, 'gives 4 heads for "layers')
 def _(box: Box) -> Any:
     source = torchtitan(box)
     base = write_hf(box.root / "base", llama(), config=CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4})
@@ -105,7 +105,12 @@ def _(box: Box) -> Any:
     return dcp2hf(box, source)
 
 
-@situation(AREA, "torchtitan's names, no ckptx.json, and heads that ask for other shapes", 3, "num_|needed|found")
+@situation(
+    AREA,
+    "torchtitan's names, no ckptx.json, and head counts in config.json that imply other shapes",
+    3,
+    "num_|needed|found",
+)
 def _(box: Box) -> Any:
     source = torchtitan(box)
     (source / "ckptx.json").unlink()
@@ -113,7 +118,9 @@ def _(box: Box) -> Any:
     return dcp2hf(box, source)
 
 
-@situation(AREA, "published names in a DCP, and heads in config.json were edited: no byte depends on them", 0)
+@situation(
+    AREA, "a DCP with the names of the Hub, and the head counts in config.json were edited; no byte depends on them", 0
+)
 def _(box: Box) -> Any:
     source = write_hf(box.root / "hf", llama(), config=CONFIG)
     ckptx.convert("to-dcp", source, box.root / "dcp")
@@ -177,8 +184,8 @@ def _rewrite(path: Path) -> None:
 
 
 for _name, _change in {
-    "rewritten in place, its time set back": _rewrite,
-    "changed in one byte, its time set back": lambda path: keeping_its_time(path, lambda: flip(path, -9, 8)),
+    "rewritten in place, its mtime restored": _rewrite,
+    "changed in one byte, its mtime restored": lambda path: keeping_its_time(path, lambda: flip(path, -9, 8)),
     "made read-only": lambda path: path.chmod(0o444),
     "given a time of the future": lambda path: os.utime(path, ns=(2**62, 2**62)),
     "linked from elsewhere": lambda path: os.link(path, path.parents[1] / "linked"),
@@ -196,7 +203,7 @@ for _name, _change in {
             return hf2dcp(box, source, None, "--resume")
 
 
-@situation(AREA, "a stopped run is resumed; the source was cut short", 3)
+@situation(AREA, "a stopped run is resumed; the source was truncated", 3)
 def _(box: Box) -> Any:
     source = write_hf(box.root / "hf", large(), config=LLAMA)
     interrupted(box, source, 9, place=box.root / "made")
@@ -252,7 +259,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, source, None, "--dtype", "fp16", "--allow-overflow")
 
 
-@situation(AREA, "infinity and NaN that are there already, and --dtype fp16", 0, r"^(?!.*infinite).*$")
+@situation(AREA, "infinity and NaN in the source, and --dtype fp16", 0, r"^(?!.*infinite).*$")
 def _(box: Box) -> Any:
     source = write_hf(box.root / "hf", numbers("F32", np.inf, -np.inf, np.nan))
     return hf2dcp(box, source, None, "--dtype", "fp16")
@@ -289,7 +296,7 @@ def _(box: Box) -> Any:
     return ("reshard", source, box.dst, "--to", "safetensors", "--tp", "2", "--base", base)
 
 
-@situation(AREA, "the same into a DCP", 0, "'bfloat16' -> 'float32'")
+@situation(AREA, "float32 tensors without a config under a base in bfloat16, into a DCP", 0, "'bfloat16' -> 'float32'")
 def _(box: Box) -> Any:
     base = box.hf("base")
     source = write_hf(box.root / "hf", llama(dtype="F32"), config=None)

@@ -40,7 +40,7 @@ def _text(row: dict[str, Any], name: str = "w", body: bytes = b"x") -> bytes:
 
 
 _HEADERS: dict[str, tuple[tuple[int, ...], bytes]] = {
-    "no bytes at all": ((3,), b""),
+    "an empty file": ((3,), b""),
     "seven bytes": ((3,), b"\0" * 7),
     "a header of length 0": ((3,), b"\0" * 8),
     "a header of length 2^63": ((3,), struct.pack("<Q", 1 << 63) + b"{}"),
@@ -54,7 +54,7 @@ _HEADERS: dict[str, tuple[tuple[int, ...], bytes]] = {
     "1e0 in a shape": ((3,), framed('{"w":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"x")),
     "true in a shape": ((3,), _text({**ROW, "shape": [True]})),
     "a negative shape": ((3,), _text({**ROW, "shape": [-1, -1]})),
-    "a shape that is a text": ((3,), _text({**ROW, "shape": "1"})),
+    "a shape that is a string": ((3,), _text({**ROW, "shape": "1"})),
     "a number of 5,000 digits in a shape": ((3,), framed(
         '{"w":{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,1]}}', b"x")),
     "a shape of 0 x 2^64": ((3, 4), _text({"dtype": "U8", "shape": [0, 1 << 64], "data_offsets": [0, 0]}, body=b"")),
@@ -63,11 +63,11 @@ _HEADERS: dict[str, tuple[tuple[int, ...], bytes]] = {
     "offsets the wrong way round": ((3,), _text({**ROW, "data_offsets": [1, 0]})),
     "offsets beyond 2^64": ((3,), _text({**ROW, "data_offsets": [1 << 64, (1 << 64) + 1]})),
     "three offsets": ((3,), _text({**ROW, "data_offsets": [0, 1, 1]})),
-    "a hole between two tensors": ((3,), framed(
+    "a gap between two tensors": ((3,), framed(
         json.dumps({"a": ROW, "b": {**ROW, "data_offsets": [2, 3]}}), b"xyz")),
     "bytes after the last tensor": ((3,), _text(ROW, body=b"xyz")),
     "two tensors over the same bytes": ((3,), framed(json.dumps({"a": ROW, "b": ROW}), b"x")),
-    "a dtype in small letters": ((3, 4), _text({**ROW, "dtype": "u8"})),
+    "a dtype in lower case": ((3, 4), _text({**ROW, "dtype": "u8"})),
     "a dtype that is a number": ((3, 4), _text({**ROW, "dtype": 8})),
     "a row that is null": ((3,), framed('{"w":null}', b"x")),
     "a row with a key too many": ((0, 3), _text({**ROW, "stride": [1]})),
@@ -79,12 +79,12 @@ _HEADERS: dict[str, tuple[tuple[int, ...], bytes]] = {
     "a name of 70,000 characters": ((0, 3), _text(ROW, "n" * 70_000)),
     "a name with escape sequences and bidirectional marks": ((0, 3), _text(ROW, "\x1b[2J\x07\u202e\u2066\r\nx")),
     "a name with half a surrogate pair": ((0, 3), framed(b'{"\\ud800":' + json.dumps(ROW).encode() + b"}", b"x")),
-    "names that differ by case alone": ((0,), framed(
+    "names that differ only in case": ((0,), framed(
         json.dumps({"w": ROW, "W": {**ROW, "data_offsets": [1, 2]}}), b"xy")),
     "a tensor of no elements": ((0,), framed(
         json.dumps({"w": {"dtype": "F32", "shape": [0, 7], "data_offsets": [0, 0]}, "v": ROW}), b"x")),
     "a scalar": ((0,), _text({**ROW, "shape": []})),
-    "rows in the reverse order of their bytes": ((0,), framed(
+    "header entries in the reverse order of their data": ((0,), framed(
         json.dumps({"b": {**ROW, "data_offsets": [1, 2]}, "a": ROW}), b"xy")),
     "only metadata": ((3,), framed(json.dumps({"__metadata__": {"format": "pt"}}))),
 }  # fmt: skip
@@ -105,7 +105,7 @@ _INDEXES: dict[str, tuple[tuple[int, ...], Any]] = {
     "maps to null": ((3,), lambda index: {**index, "weight_map": dict.fromkeys(index["weight_map"])}),
     "has a total_size of -1": ((0, 3), lambda index: {**index, "metadata": {"total_size": -1}}),
     "has a total_size of 10^400": ((0, 3), lambda index: {**index, "metadata": {"total_size": 10**400}}),
-    "has metadata that is a text": ((0, 3), lambda index: {**index, "metadata": "x"}),
+    "has metadata that is a string": ((0, 3), lambda index: {**index, "metadata": "x"}),
     "has a key with a surrogate": ((0, 3), lambda index: {**index, "\ud800": 1}),
 }
 for _name, (_exits, _change) in _INDEXES.items():
@@ -139,11 +139,11 @@ _PICKLES: dict[str, tuple[tuple[int, ...], bytes]] = {
     "an extension code": ((3, 4), b"\x80\x02\x82\x01."),
     "a persistent id": ((3, 4), b"\x80\x02\x8c\x01aQ."),
     "an out-of-band buffer": ((3, 4), b"\x80\x05\x97."),
-    "a protocol of the future": ((3, 4), b"\x80\x09N."),
+    "an unknown protocol": ((3, 4), b"\x80\x09N."),
     "ten million empty lists": ((3, 4), b"\x80\x02(" + b"]" * 10_000_000 + b"l."),
     "lists nested a million deep": ((3, 4), b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."),
     "a memo index of 2^31": ((3, 4), b"\x80\x02Nr\xff\xff\xff\x7f."),
-    "a text that claims 4 GiB": ((3, 4), b"\x80\x02X\xff\xff\xff\xff."),
+    "a string that claims 4 GiB": ((3, 4), b"\x80\x02X\xff\xff\xff\xff."),
     "a number of a million bytes": ((3, 4), b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6 + b"."),
     "an attribute reached through dots": ((3, 4), b"\x80\x04\x8c\x05torch\x8c\x0bos.path.foo\x93."),
     "a class of another package": ((3, 4), b"cnumpy\nload\n."),
@@ -232,7 +232,7 @@ def _(box: Box) -> Any:
     return ("convert", "to-hf", one, box.dst)
 
 
-@situation("safetensors", "weights of one model beside the config of nothing", (0, 3))
+@situation("safetensors", "weights of one model next to a config of nothing", (0, 3))
 def _(box: Box) -> Any:
     path = box.root / "hf"
     write_safetensors(path / SINGLE, llama())

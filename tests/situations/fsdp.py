@@ -10,7 +10,7 @@ from tests.situations.box import Box, situation
 for _exit, _table in ((3, MALFORMED), (4, UNSUPPORTED)):
     for _name, (_make, _message) in _table.items():
 
-        @situation("FSDP files", _name, _exit, _message)
+        @situation("per-rank FSDP files", _name, _exit, _message)
         def _(box: Box, make: Any = _make) -> Any:
             root = box.root / "actor"
             root.mkdir()

@@ -59,7 +59,7 @@ def plan(box: Box, rules: Any) -> Any:
 for _tp in (2, 3, 4, 8):
 
     @situation(
-        AREA, f"reshard --tp {_tp} of a class that a rule keeps whole", 0, r"replicates .* of the parameter bytes"
+        AREA, f"reshard --tp {_tp} of a class that a rule replicates", 0, r"replicates .* of the parameter bytes"
     )
     def _(box: Box, tp: int = _tp) -> Any:
         return ("reshard", mamba2(box), box.dst, "--tp", str(tp))
@@ -89,7 +89,7 @@ def _(box: Box) -> Any:
     return ("reshard", phi(box), box.dst, "--tp", "2", "--to", "dcp", "--tp-plan", plan(box, _REPLICATED))
 
 
-@situation(AREA, "a plan that shards the embedding alone", 0, r"leave its layers replicated|match few")
+@situation(AREA, "a plan that shards only the embedding", 0, r"leave its layers replicated|match few")
 def _(box: Box) -> Any:
     rules = _REPLICATED | {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise"}
     return ("reshard", phi(box), box.dst, "--tp", "2", "--tp-plan", plan(box, rules))

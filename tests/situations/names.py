@@ -32,7 +32,7 @@ def dcp2hf(box: Box, source: Any, *options: Any) -> tuple[Any, ...]:
 # -- several models
 
 TWO = {
-    "a model and its moving average": ("model.", "ema."),
+    "a model and its EMA": ("model.", "ema."),
     "a model without a prefix and one under ema.": ("", "ema."),
     "a model and an average below one container": ("state.model.", "state.ema."),
     "a student and a teacher, both under the same name": ("student.net.", "teacher.net."),
@@ -62,20 +62,18 @@ def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, tensors))
 
 
-@situation(AREA, "400 complete models, whose prefixes make a line too long to read", 3, "holds 400.*392 more")
+@situation(AREA, "400 complete models, whose prefixes are too many for one line", 3, "holds 400.*392 more")
 def _(box: Box) -> Any:
     tiny = {name: value("BF16", 1) for name in MODEL}
     return dcp2hf(box, dcp(box, {f"m{at}.{name}": each for at in range(400) for name, each in tiny.items()}))
 
 
-@situation(
-    AREA, "a moving average of the trained parameters alone", 0, 'part of a second model under "ema.": 5 tensors'
-)
+@situation(AREA, "an EMA of the trained parameters only", 0, 'part of a second model under "ema.": 5 tensors')
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, under("model.") | under("ema.", seed=100, only=5)))
 
 
-@situation(AREA, "the moving average is whole and the model is not", 0, 'part of a second model under "model."')
+@situation(AREA, "the EMA is complete and the model is not", 0, 'part of a second model under "model."')
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, under("ema.") | under("model.", seed=100, only=9)))
 
@@ -152,25 +150,29 @@ SECOND = {
 }
 for _name, _second in SECOND.items():
 
-    @situation(AREA, f"a tensor {_name}, too, with other bytes", 3, "one parameter under two names.*different bytes")
+    @situation(
+        AREA, f"a tensor stored again {_name}, with other bytes", 3, "one parameter under two names.*different bytes"
+    )
     def _(box: Box, second: str = _second) -> Any:
         return dcp2hf(box, dcp(box, MODEL | {second: value("BF16", 4, seed=77)}))
 
-    @situation(AREA, f"a tensor {_name}, too, with the same bytes", 0, "stored under two names with equal bytes")
+    @situation(
+        AREA, f"a tensor stored again {_name}, with the same bytes", 0, "stored under two names with equal bytes"
+    )
     def _(box: Box, second: str = _second) -> Any:
         return dcp2hf(box, dcp(box, MODEL | {second: MODEL[NORM]}))
 
-    @situation(AREA, f"a tensor {_name}, too, sharing its bytes", 0, "stored under two names with equal bytes")
+    @situation(AREA, f"a tensor stored again {_name}, sharing its bytes", 0, "stored under two names with equal bytes")
     def _(box: Box, second: str = _second) -> Any:
         return dcp2hf(box, dcp(box, MODEL, aliases={second: NORM}))
 
 
-@situation(AREA, "a tensor in a wrapper, too, in another dtype", 3, "different dtypes, BF16 and F16")
+@situation(AREA, "a tensor stored again in a wrapper, in another dtype", 3, "different dtypes, BF16 and F16")
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, MODEL | {f"module.{NORM}": ("F16", *MODEL[NORM][1:])}))
 
 
-@situation(AREA, "a tensor in a wrapper, too, in another shape", 3, r"different shapes, \[4\] and \[2, 2\]")
+@situation(AREA, "a tensor stored again in a wrapper, in another shape", 3, r"different shapes, \[4\] and \[2, 2\]")
 def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, MODEL | {f"module.{NORM}": ("BF16", (2, 2), MODEL[NORM][2])}))
 
@@ -205,13 +207,13 @@ def _(box: Box) -> Any:
     return dcp2hf(box, dcp(box, MODEL | {n: value("F32", 4, seed=at) for at, n in enumerate(names)}))
 
 
-@situation(AREA, "a module called module beside the weight of its parent, in an unknown class", 0, '"module." kept')
+@situation(AREA, "a module called module next to the weight of its parent, in an unknown class", 0, '"module." kept')
 def _(box: Box) -> Any:
     tensors = {"a.weight": value("F32", 2), "a.module.weight": value("F32", 2, seed=1)}
     return dcp2hf(box, dcp(box, tensors, config=None), "--base", "none")
 
 
-@situation(AREA, "an old name beside the new one, with other bytes", 3, "one parameter under two names")
+@situation(AREA, "an old name next to the new one, with other bytes", 3, "one parameter under two names")
 def _(box: Box) -> Any:
     names = {
         f"bert.embeddings.LayerNorm.{leaf}": value("F32", 2, seed=at) for at, leaf in enumerate(("gamma", "weight"))

@@ -54,7 +54,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, "."), shell='cd hf && exec "$@"')
 
 
-@situation(AREA, "SRC is a directory without read permission for a class of users", (0, 3))
+@situation(AREA, "SRC is a directory with mode 000, which only root can read", (0, 3))
 def _(box: Box) -> Any:
     source = box.hf()
     source.chmod(0o000)
@@ -63,7 +63,7 @@ def _(box: Box) -> Any:
 
 for _file in (SINGLE, "config.json"):
 
-    @situation(AREA, f"{_file} is a socket", 3)
+    @situation(AREA, f"{_file} is a socket", 3, "found a socket")
     def _(box: Box, file: str = _file) -> Any:
         source = box.hf()
         (source / file).unlink()
@@ -100,7 +100,7 @@ for _file in (SINGLE, "config.json"):
         return hf2dcp(box, source)
 
 
-@situation(AREA, "a shard is a link to /etc/passwd, whose text must not be printed", 3, r"^(?!.*root:).*$")
+@situation(AREA, "a shard is a link to /etc/passwd, whose contents must not be printed", 3, r"^(?!.*root:).*$")
 def _(box: Box) -> Any:
     source = box.hf()
     (source / SINGLE).unlink()
@@ -108,7 +108,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, source)
 
 
-@situation(AREA, "config.json is a link to /etc/passwd, whose text must not be printed", 3, r"^(?!.*root:).*$")
+@situation(AREA, "config.json is a link to /etc/passwd, whose contents must not be printed", 3, r"^(?!.*root:).*$")
 def _(box: Box) -> Any:
     source = box.hf()
     (source / "config.json").unlink()
@@ -137,7 +137,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, source)
 
 
-@situation(AREA, "shards in a directory below, as the index says", 0)
+@situation(AREA, "shards in a subdirectory, as the index says", 0)
 def _(box: Box) -> Any:
     tensors = llama()
     source = box.hf(config=LLAMA)
@@ -149,7 +149,7 @@ def _(box: Box) -> Any:
 
 for _shard in (INDEX, "config.json", ".", "..", "/", "", "weights", "a\0b", "C:\\a.safetensors", "a" * 300):
 
-    @situation(AREA, f"the index says that the weights are in {_shard[:20]!r}", 3)
+    @situation(AREA, f"the index lists the file {_shard if len(_shard) < 100 else _shard[:3] + '...'!r}", 3)
     def _(box: Box, shard: str = _shard) -> Any:
         source = box.hf()
         (source / "weights").mkdir()
@@ -170,7 +170,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "hf/sub/dst")
 
 
-@situation(AREA, "DST holds SRC", 5)
+@situation(AREA, "DST contains SRC", 5)
 def _(box: Box) -> Any:
     return hf2dcp(box, box.hf("outer/hf"), "outer", "--overwrite")
 
@@ -187,12 +187,12 @@ for _place in ("/dev/null", "/proc/dst", "/sys/dst", "/", "/proc/self/cwd/hf"):
         return hf2dcp(box, box.hf(), place, "--overwrite")
 
 
-@situation(AREA, "DST is the empty string", (2, 5))
+@situation(AREA, "DST is the empty string", 5, "the path is empty")
 def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "")
 
 
-@situation(AREA, "DST is the working directory, with a letter in it", 5)
+@situation(AREA, "DST is the working directory, with a text file in it", 5)
 def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), ".", "--overwrite")
 
@@ -202,7 +202,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf(), "..", "--overwrite"), shell='mkdir -p out && cd out && exec "$@"')
 
 
-@situation(AREA, "DST has a name of 255 bytes, to which nothing can be added", (0, 5))
+@situation(AREA, "DST has a name of 255 bytes, too long for a suffix", (0, 5))
 def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "out/" + "d" * 255)
 
@@ -212,7 +212,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "out/" + "d" * 256)
 
 
-@situation(AREA, "DST is a link to nothing", 5)
+@situation(AREA, "DST is a dangling link", 5)
 def _(box: Box) -> Any:
     (box.root / "gone").symlink_to("nowhere/at/all")
     return hf2dcp(box, box.hf(), "gone")
@@ -224,19 +224,19 @@ def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "pipe", "--overwrite")
 
 
-@situation(AREA, "DST holds a photo album beside a checkpoint, and --overwrite", 5, "photo")
+@situation(AREA, "DST contains photos next to a checkpoint, and --overwrite", 5, "photo")
 def _(box: Box) -> Any:
     (box.hf("old") / "photo.jpg").write_bytes(b"\xff\xd8")
     return hf2dcp(box, box.hf(), "old", "--overwrite")
 
 
-@situation(AREA, "the place for staging is taken by a file of the user", 5)
+@situation(AREA, "the staging path is a file of the user", 5)
 def _(box: Box) -> Any:
     (box.root / ".mine.ckptx-partial").write_text("my notes\n")
     return hf2dcp(box, box.hf(), "mine")
 
 
-@situation(AREA, "the place for staging is a link to the user's directory", 5)
+@situation(AREA, "the staging path is a link to the user's directory", 5)
 def _(box: Box) -> Any:
     (box.root / "precious").mkdir()
     (box.root / "precious" / "tree").mkdir()
@@ -245,7 +245,9 @@ def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "mine")
 
 
-@situation(AREA, "the tree in staging is a link to the user's directory", 5)
+@situation(
+    AREA, "the directory tree in the staging directory is a link to the user's directory", 5, "its 'tree' is not"
+)
 def _(box: Box) -> Any:
     (box.root / "precious").mkdir()
     (box.root / "precious" / "letter").write_text("dear\n")
@@ -254,7 +256,7 @@ def _(box: Box) -> Any:
     return hf2dcp(box, box.hf(), "mine", "--resume")
 
 
-@situation(AREA, "a set-aside directory that ckptx did not make stands beside DST", 5)
+@situation(AREA, "a directory next to DST has the name that ckptx gives a replaced DST", 5)
 def _(box: Box) -> Any:
     (box.root / ".mine.ckptx-old").mkdir()
     (box.root / ".mine.ckptx-old" / "letter").write_text("dear\n")
@@ -273,6 +275,6 @@ def _(box: Box) -> Any:
     return ("inspect", box.hf(), "--html", "hf/model.safetensors")
 
 
-@situation(AREA, "--html names a letter", (2, 5))
+@situation(AREA, "--html names a text file", (2, 5))
 def _(box: Box) -> Any:
     return ("inspect", box.hf(), "--html", "canary.txt")

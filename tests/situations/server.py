@@ -13,9 +13,13 @@ import sys
 import time
 from typing import Any
 
-from ckptx.cli import convert, diff, inspect, main, reshard, verify
+import ckptx
+from ckptx.cli import convert, diff, env, forecast, inspect, main, reshard, robustness, verify
+from ckptx.errors import CkptxError
 
-assert all(module.__name__ for module in (convert, diff, inspect, reshard, verify))  # imported once, for every run
+assert all(
+    module.__name__ for module in (convert, diff, env, forecast, inspect, reshard, robustness, verify)
+)  # imported once, for every run
 
 
 def serve() -> None:
@@ -36,14 +40,27 @@ def _become(request: dict[str, Any]) -> None:
         os.dup2(stream, number)
         os.close(stream)
     sys.argv = ["ckptx", *request["argv"]]
+    sys.modules["__main__"].__package__ = ""  # else click prints the name of this package as that of the program
     code = 70  # what comes out of `run` but its own leave is a crash
     try:
+        if request["argv"][:1] == ["-c"]:
+            _execute(request["argv"][1])
         main.run()
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 70
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _execute(code: str) -> None:
+    """Run Python code in place of the command; an exception of ckptx ends it as it ends the command."""
+    try:
+        exec(code, {"ckptx": ckptx})
+    except CkptxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+    raise SystemExit(0)
 
 
 def _outcome(child: int, limit: float) -> int | None:

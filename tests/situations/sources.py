@@ -50,7 +50,7 @@ def _(box: Box) -> Any:
     return ("reshard", box.hf(), "s3://bucket/out", "--tp", "2", "--dry-run")
 
 
-@situation(AREA, "DST is an URL of a scheme that nobody knows, to resume", 4, URL)
+@situation(AREA, "DST is a URL of an unknown scheme, to resume", 4, URL)
 def _(box: Box) -> Any:
     return ("reshard", box.hf(), "x-y+z.1://bucket/out", "--resume")
 
@@ -133,7 +133,7 @@ for _what, _make in {
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "a link to /dev/urandom": lambda path: path.symlink_to("/dev/urandom"),
     "a link to /dev/stdin": lambda path: path.symlink_to("/dev/stdin"),
-    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a fifo": lambda path: os.mkfifo(path),
     "a socket": _socket,
@@ -153,7 +153,7 @@ for _what, _make in {
         return ("convert", "to-hf", source, "out/dst")
 
 
-@situation(AREA, "the manifest beside HF safetensors is a fifo", 0, IGNORED)
+@situation(AREA, "the manifest next to HF safetensors is a fifo", 0, IGNORED)
 def _(box: Box) -> Any:
     os.mkfifo(box.hf() / "ckptx.json")
     return ("convert", "to-dcp", "hf", box.dst)
@@ -247,7 +247,7 @@ def _(box: Box) -> Any:
 
 for _names in (("step_0", "step_1"), ("v0", "v1"), ("model-7b", "model-13b"), ("rank8", "rank16"), ("tp2", "tp4")):
 
-    @situation(AREA, f"{_names[0]} beside {_names[1]} is a checkpoint by itself", 0)
+    @situation(AREA, f"{_names[0]} next to {_names[1]} is a separate checkpoint", 0)
     def _(box: Box, names: tuple[str, str] = _names) -> Any:
         for name in names:
             write_hf(box.root / "in" / name, llama(), config=LLAMA)

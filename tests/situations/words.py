@@ -122,7 +122,7 @@ _OPTIONS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "--revision that climbs, with a local path": ((0, 2),
         ("convert", "to-dcp", "hf", "DST", "--revision", "../../../etc")),
     "a Hub id without a network": ((3, 7), ("convert", "to-dcp", "org/name", "DST")),
-    "a Hub id that climbs": ((2, 3), ("convert", "to-dcp", "../../org/name", "DST")),
+    "a Hub id with ..": ((2, 3), ("convert", "to-dcp", "../../org/name", "DST")),
     "a Hub id of three parts": ((2, 3), ("convert", "to-dcp", "a/b/c", "DST")),
     "a path on another machine": ((2, 3, 4), ("convert", "to-dcp", "host:/model", "DST")),
     "a URL": ((2, 3, 4), ("convert", "to-dcp", "https://example.org/m", "DST")),
@@ -233,7 +233,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.root / "hf"), env={"PYTHONOPTIMIZE": "2"})
 
 
-@situation("environment", "assertions are compiled away, and all is well", 0)
+@situation("environment", "assertions are disabled (PYTHONOPTIMIZE)", 0)
 def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"PYTHONOPTIMIZE": "2"})
 
@@ -243,7 +243,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"HOME": None, "PATH": None, "TMPDIR": None})
 
 
-@situation("environment", "WORLD_SIZE and RANK are no numbers", (0, 2, 7))
+@situation("environment", "WORLD_SIZE and RANK are not numbers", (0, 2, 7))
 def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"WORLD_SIZE": "many", "RANK": "first", "LOCAL_WORLD_SIZE": "0"})
 
@@ -253,12 +253,12 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"WORLD_SIZE": "2", "RANK": "5"})
 
 
-@situation("environment", "two processes and no place to meet", 7)
+@situation("environment", "two processes and no rendezvous address", 7)
 def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), env={"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": None, "MASTER_PORT": None})
 
 
-@situation("environment", "COLUMNS is no number", 0)
+@situation("environment", "COLUMNS is not a number", 0)
 def _(box: Box) -> Any:
     return Try(("convert", "to-dcp", "--help"), env={"COLUMNS": "wide"})
 

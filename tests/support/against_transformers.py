@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ckptx
+from ckptx.architecture.run_support import check_heads
 from ckptx.runtime.checkpointing.load import load_from
 from ckptx.runtime.checkpointing.reading import open_source
 from ckptx.runtime.model.build import build_model, materialize
 from ckptx.runtime.parallel.parallelize import parallelize
 from ckptx.runtime.parallel.tensor_parallel import styles
 from ckptx.runtime.parallel.tensor_parallel.collectives import TpRanks
-from ckptx.runtime.parallel.tensor_parallel.plans import check_heads, find_plan
+from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.inputs.batch import make_inputs
 from ckptx.runtime.parity.noise import NOISE_MULTIPLE, NUM_DRAWS, perturb_embeddings, rounding_tolerance
 from tests.support.forked_programs import ForkedProgram
@@ -176,7 +177,7 @@ def _compute_sharded_results(work: Path, name: str, mesh: DeviceMesh) -> Results
         materialize(model)
         load_from(model, source, regions=layout.local_regions, tied=source.find_tied_names())
     outputs, loss = outputs_of(model.eval(), batch), backward(model, batch, labels)
-    ranks = TpRanks.of(mesh["tp"])
+    ranks = TpRanks.from_mesh(mesh["tp"])
     gradients = {
         each: gather_gradient(each, parameter, layout, ranks)
         for each, parameter in model.named_parameters()

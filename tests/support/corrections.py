@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ckptx.architecture import corrections
-from ckptx.architecture.correction_rows import Corrections, ForwardRow, LayersRow
+from ckptx.architecture.correction_types import Corrections, ForwardCorrection, LayersCorrection
 
 
 def all_corrections() -> dict[str, Corrections]:
@@ -29,14 +29,14 @@ def patched_corrections(model_type: str, **sections: Any) -> Iterator[None]:
         yield
 
 
-def layers_rows() -> dict[str, LayersRow]:
+def layers_rows() -> dict[str, LayersCorrection]:
     """Return the corrections of layer lists of multimodal classes, by class name."""
     return {row.class_name: row for rows in all_corrections().values() for row in rows.layers}
 
 
-def forward_rows() -> dict[str, list[ForwardRow]]:
+def forward_rows() -> dict[str, list[ForwardCorrection]]:
     """Return the corrections of forward passes under tensor parallelism, by class name."""
-    found: dict[str, list[ForwardRow]] = {}
+    found: dict[str, list[ForwardCorrection]] = {}
     for row in chain.from_iterable(rows.forward for rows in all_corrections().values()):
         found.setdefault(row.class_name, []).append(row)
     return found

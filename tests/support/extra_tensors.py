@@ -29,7 +29,7 @@ EXAMPLES: dict[str, list[tuple[str, Shape]]] = {
         ("model.embed_positions._float_tensor", (1,)),
     ],
     "version": [("model.decoder.version", (1,)), ("model.layers.0.version", ())],
-    "further tokens": [
+    "MTP layer": [
         ("mtp.fc.weight", (2, 2)),
         ("mtp.layers.0.self_attn.q_norm.weight", (2,)),
         ("model.mtp_layers.0.self_attn.q_norm.weight", (2,)),

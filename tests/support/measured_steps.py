@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler._utils import traverse_dfs
 
 from ckptx.options.forecast import ForecastOptions
-from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, run_rank
+from ckptx.runtime.forecasting.ranks import count_stages
+from ckptx.runtime.forecasting.run import BoundaryCache, RankForecast, find_sent_shapes, run_rank
 from ckptx.runtime.forecasting.step import StepSpec, make_step_batches, make_step_inputs, make_step_optimizer
 from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.memory.storage_ledger import StorageLedger
@@ -63,9 +64,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+_DEEP_SIZES = {**_SIZES, "num_hidden_layers": 8, "vocab_size": 512}
+# Models with a layer for each of eight stages, and small enough for one tensor that stages exchange to matter.
+DEEP_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-8-layers": {**CONFIGS["llama"], **_DEEP_SIZES},
+    "granite-8-layers": {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite", **_DEEP_SIZES, "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.03, "residual_multiplier": 0.22, "logits_scaling": 4.0, "tie_word_embeddings": True,
+    },
+    "qwen3-moe-8-layers": {**CONFIGS["qwen3-moe"], **_DEEP_SIZES},
+    "gemma4-8-layers": {  # its stages also send keys, values and inputs of each layer
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **_DEEP_SIZES, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 4, "global_head_dim": 32,
+        "num_global_key_value_heads": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 512,
+    },
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {}, "tp4": {"tp": 4}, "dp4": {"dp_shard": 4}, "tp2 x dp2": {"tp": 2, "dp_shard": 2}, "pp2": {"pp": 2},
 }  # fmt: skip
+PIPELINE_LAYOUTS: dict[str, dict[str, int]] = {"pp2": {"pp": 2}, "pp4": {"pp": 4}}
 _STEPS = 2  # measured steps with several ranks
 _GLOO_OPERATIONS = ("c10d::", "gloo:")  # operations that only send; NCCL does not need their copies
 MODES = ("none", "full", "submodule", "selective")
@@ -102,23 +120,33 @@ class MeasuredMemory(NamedTuple):
 
 
 def write_config(model: str, directory: Path) -> Path:
-    """Write the config.json of one of CONFIGS, and return its directory."""
+    """Write the config.json of one of CONFIGS or DEEP_CONFIGS, and return its directory."""
     found = directory / model
     found.mkdir(exist_ok=True)
-    (found / "config.json").write_text(json.dumps(CONFIGS[model]))
+    (found / "config.json").write_text(json.dumps((CONFIGS | DEEP_CONFIGS)[model]))
     return found
 
 
-def task_of(source: Path, layout: str, mode: Any, **dtypes: Any) -> ForecastTask:
-    """Return the forecast task of a small model: one step with one microbatch per pipeline stage."""
-    sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else LAYOUTS[layout]
-    options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **dtypes)
+def task_of(source: Path, layout: str, mode: Any, **settings: Any) -> ForecastTask:
+    """Return the forecast task of a small model.
+
+    Args:
+        source: Directory of the config.json.
+        layout: One of LAYOUTS or PIPELINE_LAYOUTS, or "tp2".
+        mode: Activation checkpointing mode.
+        settings: Other options of `forecast`. By default the schedule is 1F1B, with one microbatch per pipeline stage.
+    """
+    sizes: dict[str, Any] = {"tp": 2} if layout == "tp2" else (LAYOUTS | PIPELINE_LAYOUTS)[layout]
+    options = ForecastOptions(source, **sizes, seq=SEQ, activation_checkpointing=mode, dtype="fp32", **settings)
     return task_from_options(source, options, options.dims.pp)
 
 
 def forecast_in_this_process(task: ForecastTask) -> list[RankForecast]:
     """Forecast each stage in this process, because a fork of a process that has trained cannot do it."""
     known, found = BoundaryCache(), []
+    stages = count_stages(task.dims.pp, task.recipe.layout.schedule)
+    for number in range(stages if stages > task.dims.pp else 0):
+        known = find_sent_shapes(task, stages, number, known)
     for rank in range(task.dims.pp):
         forecast, known = run_rank(task, rank, known)
         found.append(forecast)

@@ -249,14 +249,14 @@ class MemoryPath:
     def refuse_large(self, name: str, limit: int) -> None:
         nbytes = self.size(name)
         if nbytes > limit:
-            raise InputError(f"{self / name}: has {nbytes} bytes, the limit is {limit}; the file is corrupt")
+            raise InputError(f"{self / name}: has {nbytes} bytes, the limit is {limit}; restore the file from a copy")
 
     def _stored(self, name: str) -> Stored:
         place = resolve_inside(self, name)
         stored = self.store.files.get(place.path)
         if stored is None:
             if place.read_kind() is EntryKind.DIRECTORY:
-                raise InputError(f"{place}: expected a regular file, found a directory, pipe, socket or device")
+                raise InputError(f"{place}: expected a regular file, found a directory")
             raise _missing(place)
         return stored
 
@@ -298,6 +298,9 @@ class MemoryFiles:
 
     def identity(self, name: str) -> MemoryIdentity:
         return self._open(name).identity
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        return (name,)
 
     def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         self.expected.extend(spans)
@@ -362,7 +365,7 @@ class MemoryFile:
         store = self.path.store
         if store.room is not None:
             if len(data) > store.room:
-                raise SpaceError(f"{self.path}: No space left on device; nothing was published, free some space")
+                raise SpaceError(f"{self.path}: No space left on device; no output was created, free some space")
             store.room -= len(data)
         with self._lock:  # other threads write at other offsets, and each may extend the file
             if len(self._data) < offset:
@@ -420,10 +423,10 @@ class MemoryTree:
         files = self._files()
         for name, wanted in expected.items():
             if name not in files:
-                raise OutputError(f"{self.path / name}: was removed; nothing was published, run again")
+                raise OutputError(f"{self.path / name}: was removed; no output was created, run again")
             data, number = files[name]
             if len(data) != wanted.nbytes or wanted.device_and_inode not in (None, (number,)):
-                raise OutputError(f"{self.path / name}: was replaced; nothing was published, run again")
+                raise OutputError(f"{self.path / name}: was replaced; no output was created, run again")
 
     def verify_files(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check that exactly these files exist, and compare the contents of those with a digest."""
@@ -435,7 +438,7 @@ class MemoryTree:
             if wanted.has_expected_bytes is not None and not wanted.has_expected_bytes(
                 self.open_output(name, None, keep=True)
             ):
-                raise OutputError(f"{self.path / name}: has other bytes than were written; nothing was published")
+                raise OutputError(f"{self.path / name}: has other bytes than were written; no output was created")
 
 
 def source_of(place: Path | MemoryPath) -> Source:
@@ -509,7 +512,7 @@ class MemoryPublisher:
 
     def verify_claim(self) -> None:
         if not self._claim.exists():
-            raise OutputError(f"{self._claim}: was removed or replaced by another process; nothing was published")
+            raise OutputError(f"{self._claim}: was removed or replaced by another process; no output was created")
 
     def publish(self, expected: Mapping[str, ExpectedFile]) -> None:
         self.output.verify_files(expected)

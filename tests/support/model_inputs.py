@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckptx.architecture.correction_rows import InputRow
+from ckptx.architecture.correction_types import InputCorrection
 from ckptx.architecture.corrections import corrections_of, model_types_with_corrections
 from ckptx.runtime.parity.inputs.batch import FORMS
 
 
 def model_types(kind: str) -> set[str]:
-    """Return the model types with a form of "images", "audio" or "heard"."""
+    """Return the model types with a form of "images", "audio" or "encoder_audio"."""
     return {
         name for name in model_types_with_corrections() if any(row.kind == kind for row in corrections_of(name).inputs)
     }
@@ -31,5 +31,5 @@ def maker(kind: str, model_type: str) -> Callable[[Mapping[str, Any], int, torch
     return lambda config, rows, generator: form(config, rows, generator, **row.settings)
 
 
-def _row(kind: str, model_type: str) -> InputRow:
+def _row(kind: str, model_type: str) -> InputCorrection:
     return next(row for row in corrections_of(model_type).inputs if row.kind == kind)

@@ -38,7 +38,11 @@ def start_alone(arguments: list[object]) -> subprocess.Popen[str]:
 
 
 def start(
-    *ranks: list[object], codes: Mapping[int, str] | None = None, forks: bool = True
+    *ranks: list[object],
+    codes: Mapping[int, str] | None = None,
+    forks: bool = True,
+    world_size: int | None = None,
+    port: int | None = None,
 ) -> Sequence[ForkedProgram | subprocess.Popen[str]]:
     """Start one process for each of `ranks`, like a launcher without an agent.
 
@@ -46,9 +50,12 @@ def start(
         ranks: Command-line arguments of each rank.
         codes: Programs to run instead of the command, by rank.
         forks: Fork from a process that has imported torch; a process that imports torch can configure its logging.
+        world_size: WORLD_SIZE; None for the number of processes.
+        port: MASTER_PORT; None for a free one.
     """
-    shared = {"WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = str(free_port())
+    size = str(len(ranks) if world_size is None else world_size)
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = str(port or free_port())
     return [
         (_fork if forks else _execute)(arguments, (codes or {}).get(rank, _COMMAND), {**shared, "RANK": str(rank)})
         for rank, arguments in enumerate(ranks)

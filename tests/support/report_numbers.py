@@ -124,6 +124,13 @@ def parse_count(text: str) -> int:
     return int(text.replace(",", ""))
 
 
+def parse_dtypes(text: str) -> dict[str, int]:
+    """Parse the number of tensors of each dtype."""
+    found = re.findall(rf"(\w+) \(({NUMBER}) tensors?\)", text)
+    assert text == ", ".join(f"{name} ({n} tensor{'' if n == '1' else 's'})" for name, n in found), text
+    return {name: parse_count(n) for name, n in found}
+
+
 def is_size(text: str, nbytes: float, slack: float = 0) -> bool:
     """Return True if a printed size equals `nbytes` within its precision, or within `slack` bytes."""
     number, unit = text.split()
@@ -170,9 +177,9 @@ def check_conversion(
     is_dry = bool(document.get("dry_run"))
     head = lines.one(
         rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
-        rf"(?: \(({NUMBER})(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE})"
+        rf"(?: \(({NUMBER})(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE}) in files"
         rf"(?:, ({SIZE}) of it by an earlier, interrupted run)?"
-        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; buffers up to ({SIZE}))?"
+        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; buffer limit ({SIZE}) \(--max-memory\))?"
     )
     verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
     shown = [parse_count(each or "0") for each in (copies, aliases)]
@@ -210,7 +217,7 @@ def check_conversion(
     lines.every(r"architecture: .*")
     lines.every(r"config\.json: .*")
     lines.every(r'prefix: ".*" (?:removed from|kept in|added to) names')
-    kept = lines.every(rf"dtype kept: ({NUMBER}) tensors? \(.*\)")
+    kept = lines.every(rf"not cast by --dtype: ({NUMBER}) tensors? \(.*\)")
     assert [parse_count(match[1]) for match in kept] == (
         [len(document["dtype_unchanged"])] if document.get("dtype_unchanged") else []
     )
@@ -225,13 +232,15 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
     parts = Counter[str]()
     for part in line[2].split(", "):
         match = re.fullmatch(
-            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|dropped)(?: as ({NUMBER}) tensors?)?", part
+            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|merged into dequantized weights|dropped)"
+            rf"(?: as ({NUMBER}) tensors?)?",
+            part,
         )
         assert match, part
         parts[match[2].partition(" ")[0]] += parse_count(match[1])
         if match[2] == "written":
             assert parse_count(match[3] or match[1]) == ledger["target"]["stored"]
-    expected = {"written": ledger["written"], "tied": ledger["aliases"], "dropped": ledger["dropped"]}
+    expected = {outcome: ledger[outcome] for outcome in ("written", "tied", "merged", "dropped")}
     assert parts == Counter(expected)
     assert parse_count(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
     assert len(document["dropped"]) == ledger["dropped"]
@@ -250,7 +259,7 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
 
 def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
     line = lines.one(r"dtypes: (.*?)(?: -> (.*))?")
-    counts = [{name: int(n) for name, n in re.findall(r"(\w+) (\d+)", each or line[1])} for each in line.groups()]
+    counts = [parse_dtypes(each or line[1]) for each in line.groups()]
     assert counts == [document["dtypes"]["before"], document["dtypes"]["after"]]
     assert all(sum(each.values()) == document["tensors"] for each in counts)
 
@@ -264,7 +273,7 @@ def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryConte
     untied = {(match[1], match[2]) for match in lines.every(r"not tied: (\S+), (\S+) \(source: .*\)")}
     for row in document["ties"]:
         names = [name for name in row["output_names"] if name is not None]
-        pair = (names[0], names[1]) if len(names) == 2 else (row["target"], row["source"])
+        pair = (names[0], names[1]) if len(names) == 2 else (row["name"], row["tied_to"])
         actions = (*words.values(), "single")
         if pair in printed:
             assert printed[pair] == row["action"]
@@ -316,7 +325,7 @@ def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -
     for match in stages:
         spans = [(path, int(a), int(b) + 1) for path, a, b in re.findall(r"([\w.]+)\.(\d+)-(\d+)", match[2])]
         assert [list(each) for each in spans] == layout["stages"][int(match[1])]
-    rules = lines.every(rf"  ({NUMBER}) tensors? (replicated \(no TP rule\)|(?:sharded|replicated) by .*)")
+    rules = lines.every(rf"  TP: ({NUMBER}) tensors? (replicated \(no rule\)|(?:sharded|replicated) by .*)")
     placed = sum(row["tensors"] for row in document["rules"])
     assert sum(parse_count(match[1]) for match in rules) == (placed if tp > 1 else 0)
     sharded = sum(parse_count(match[1]) for match in rules if match[2].startswith("sharded"))
@@ -362,7 +371,7 @@ def check_inspection(said: CommandResult, found: DirectoryContents, parameters: 
     assert is_size(tensors[5], document["bytes"])
     assert parse_count(lines.one(rf"  parameters    ({NUMBER})")[1]) == document["parameters"]
     assert parameters is None or document["parameters"] == parameters
-    counts = {name: int(n) for name, n in re.findall(r"(\w+) (\d+)", lines.one(r"  dtypes        (.*)")[1])}
+    counts = parse_dtypes(lines.one(r"  dtypes        (.*)")[1])
     assert counts == document["dtypes"]["before"] == dict(Counter(found.dtypes.values()))
     for match in lines.every(rf"  optimizer     ({NUMBER}) tensors?, ({SIZE})"):
         assert parse_count(match[1]) == document["optimizer"]["tensors"]
@@ -392,17 +401,26 @@ def check_verification(said: CommandResult, compared: int, differing: int, every
     document, lines = said.document, Lines(said.text)
     assert (document["compared"], len(document["differing"])) == (compared, differing)
     if not differing:
-        line = lines.one(rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read from both checkpoints")
+        equal = rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read from both checkpoints"
+        line = lines.one(equal + uncompared_pattern(document))
         assert parse_count(line[1]) == compared and is_size(line[2], document["bytes_read"])
     else:
-        line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")
-        assert (parse_count(line[1]), parse_count(line[2])) == (differing, every)
-        rows = lines.every(r"[\w.]+: (?:content|missing|shape|dtype|tied).*")
+        line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?" + uncompared_pattern(document))
+        assert (parse_count(line[1]), parse_count(line[2]), document["total"]) == (differing, every, every)
+        rows = lines.every(r"[\w.]+: (?:content|missing|shape|dtype).*")
         assert len(rows) == min(differing, 20)
-        more = lines.every(r"and (\d+) more, --json lists all")
+        more = lines.every(r"and (\d+) more; --json lists all")
         assert [int(match[1]) for match in more] == ([differing - 20] if differing > 20 else [])
     _check_cost(lines, document)
     lines.end()
+
+
+def uncompared_pattern(document: Mapping[str, Any]) -> str:
+    """Return the pattern of what was not compared, at the end of a verdict."""
+    nouns = {"optimizer": "optimizer tensor", "other": "other tensor", "objects": "pickled object"}
+    counts = [(document["not_compared"][kind], noun) for kind, noun in nouns.items()]
+    text = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts if count)
+    return f"; {text} not compared" if text else ""
 
 
 def check_difference(said: CommandResult, common: int) -> None:
@@ -411,15 +429,15 @@ def check_difference(said: CommandResult, common: int) -> None:
     assert said.document["compared"] == common
     rows = said.document["differing"]
     if rows:
-        line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?")
+        line = lines.one(rf"DIFFERENT: ({NUMBER}) of ({NUMBER}) tensors? differs?" + uncompared_pattern(said.document))
         only_in_one = sum(row["what"] == "missing" for row in rows)
+        assert said.document["total"] == common + only_in_one
         assert (parse_count(line[1]), parse_count(line[2])) == (len(rows), common + only_in_one)
     else:
-        assert (
-            parse_count(lines.one(rf"equal: ({NUMBER}) common names? ha(?:s|ve) equal shapes and dtypes")[1]) == common
-        )
+        equal = rf"equal: ({NUMBER}) tensors? ha(?:s|ve) equal shapes and dtypes"
+        assert parse_count(lines.one(equal + uncompared_pattern(said.document))[1]) == common
     assert len(lines.every(r"tied: .*")) == len(said.document["tied_tensors"])
     assert len(lines.every(r"[\w.]+: (?:missing|shape|dtype).*")) == min(20, len(rows))
-    more = lines.every(r"and (\d+) more, --json lists all")
+    more = lines.every(r"and (\d+) more; --json lists all")
     assert [int(match[1]) for match in more] == ([len(rows) - 20] if len(rows) > 20 else [])
     lines.end()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptx.architecture.class_table import find_row
+from ckptx.architecture.class_table import find_class_record
 from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries, discover_boundaries, make_shared_stage
@@ -82,7 +82,9 @@ def output_of(found: Any) -> Tensor:
 
 def split_into_stages(model: Any, pp: int, how: str = "even") -> StageMap:
     """Split a model into stages by a rule of `StageMap`, or by one of `SPLITS`."""
-    stacks = find_row(type(model).__name__).architecture_for(model.config.to_dict()).stacks(model.config.to_dict())
+    stacks = (
+        find_class_record(type(model).__name__).architecture_for(model.config.to_dict()).stacks(model.config.to_dict())
+    )
     count = sum(stack.count for stack in stacks)
     counts = {
         "balanced": [count - count // 2, count // 2], "1 | rest": [1, count - 1], "rest | 1": [count - 1, 1],

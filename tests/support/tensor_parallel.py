@@ -191,7 +191,7 @@ def compare_with_unsharded(
         loss.backward()
         found, found_loss = compute(sharded, inputs, **settings)
         found_loss.backward()
-    differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
+    differences = gradient_differences(model, sharded, layout, TpRanks.from_mesh(mesh))
     is_sharded = isinstance(found, DTensor)
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     by_model = None
@@ -362,7 +362,7 @@ def compare_small_module(rank: int, world_size: int, tp_plan: dict[str, str]) ->
     expected, found = model(ids), sharded(ids)
     for each in (expected, found):
         each.pow(2).sum().backward()
-    differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
+    differences = gradient_differences(model, sharded, layout, TpRanks.from_mesh(mesh))
     return max(relative(found, expected), *differences.values()), layout.gathered_modules
 
 
@@ -375,7 +375,7 @@ def compare_losses(rank: int, world_size: int, vocabulary: int, dtype: torch.dty
     labels = torch.randint(0, vocabulary, (2, 6), generator=generator)
     labels[0, 2:4], labels[1, 5] = -100, vocabulary - 1
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    ranks = TpRanks.of(mesh)
+    ranks = TpRanks.from_mesh(mesh)
     found = []
     for options in ({}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": labels.roll(1, 1)}):
         expected_logits = whole.clone().requires_grad_()
@@ -418,7 +418,7 @@ def gathers_uneven_groups(rank: int, world_size: int) -> bool:
     full = torch.arange(33.0).reshape(11, 3)
     regions = tp_regions((11, 3), Placement(0, (5, 3, 3)), world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    ranks = TpRanks.of(mesh)
+    ranks = TpRanks.from_mesh(mesh)
     return torch.equal(gather_shards(concat_regions(full, 0, regions[rank]), (11, 3), 0, regions, ranks), full)
 
 
@@ -484,7 +484,7 @@ def compare_many_small(
             loss.backward()
             found, found_loss = compute(sharded, tokens())
             found_loss.backward()
-            differences = gradient_differences(model, sharded, layout, TpRanks.of(mesh))
+            differences = gradient_differences(model, sharded, layout, TpRanks.from_mesh(mesh))
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             worst[name] = max(relative(whole, logits), *differences.values())
         except Exception as error:  # every rank fails at the same point, so the ranks stay in step

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptx.robustness_suite.state_snapshot import shard_digests
+from ckptx.robustness_suite.trainer_items import shard_digests
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.training.data import open_dataset
 from ckptx.runtime.training.recipe import Recipe

@@ -155,10 +155,18 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
     assert document["checkpointed_layers"] == wrapped
     assert len(document["bytes_read_per_rank"]) == dims.world_size
     assert document["gradients"] > 0
-    levels = ["config", "bytes", "forward", "gradients"]
     inconclusive_levels = {row["level"] for row in document["inconclusive"]}
-    expected = f"equal: {', '.join(level for level in levels if level not in inconclusive_levels)}"
+    texts = {"config": "config", "bytes": "tensor bytes", "forward": "logits/loss", "gradients": "gradients"}
+    tolerances = {
+        "forward": [document["max_abs_tolerance"]],
+        "gradients": [row["tolerance"] for row in document["gradient_differences"]],
+    }
+    groups: dict[str, list[str]] = {"equal": [], "within tolerance": [], "INCONCLUSIVE": []}
+    for level, text_of_level in texts.items():
+        is_measured = any(map(float, tolerances.get(level, ())))
+        title = "INCONCLUSIVE" if level in inconclusive_levels else "within tolerance" if is_measured else "equal"
+        groups[title].append(text_of_level)
     if inconclusive_levels:
         assert document["compute_dtype"] == "bfloat16"  # in float32, every tolerance could fail
-        expected += f"; INCONCLUSIVE: {', '.join(level for level in levels if level in inconclusive_levels)}"
+    expected = "; ".join(f"{title}: {', '.join(found)}" for title, found in groups.items() if found)
     assert text.splitlines()[-2] == expected
