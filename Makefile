@@ -11,10 +11,12 @@ TOOLS_VENV ?= .venv-tools
 # file run in the same process, because they share checkpoints.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
+# Packages that `make judges` compares with.
+JUDGES ?= compressed-tensors==0.20.0 loguru
 # Tests and benchmarks start processes; with this variable set, each of them would compile ckptx again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-oldest oldest-python check robustness docs docs-site dist format tables fixtures benchmark fuzz clean
+.PHONY: demo test test-all test-oldest oldest-python check judges robustness docs docs-site dist format tables fixtures benchmark fuzz mutants clean
 
 demo: $(VENV)/ready  ## convert a small checkpoint to DCP and back, and inspect it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh demo
@@ -35,11 +37,18 @@ oldest-python:  ## check that the Python for `make test-oldest` is installed
 fuzz: $(VENV)/ready  ## test corrupted checkpoints of every kind for ten minutes (FUZZ_SECONDS); failures are saved in tests/fuzz/found
 	$(BIN)/python -m tests.fuzz
 
+mutants: $(VENV)/ready  ## measure how many small changes of a package its tests find: make mutants PACKAGE=layout
+	$(BIN)/python tools/mutants.py $(or $(PACKAGE),$(error PACKAGE is missing: make mutants PACKAGE=layout)) $(MUTANTS)
+
 check: $(VENV)/ready  ## check style, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/project/test_import_layers.py
+
+judges: $(VENV)/ready  ## compare decoded weights with those of compressed-tensors, which this installs in build/judges
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/judges --upgrade $(JUDGES)
+	PYTHONPATH=build/judges $(BIN)/python -m pytest -n0 tests/judges
 
 robustness: $(VENV)/ready  ## train, save, reload, reshard, resume and kill two tiny models; writes robustness/*.html
 	mkdir -p robustness
@@ -66,8 +75,9 @@ tables: $(VENV)/ready  ## rebuild ckptx/architecture/models/ from the installed 
 	$(BIN)/python tools/build_tables.py $(MODELS)
 	$(BIN)/python tools/build_shapes.py $(MODELS)
 
-fixtures: $(VENV)/ready  ## rebuild fixtures/dcp with the installed torch
+fixtures: $(VENV)/ready  ## rebuild fixtures/dcp and fixtures/quantized with the installed torch
 	$(BIN)/python tools/build_fixtures.py
+	$(BIN)/python tools/build_quantized_fixtures.py
 
 benchmark: $(VENV)/ready  ## measure the tables of docs/benchmarks.md; needs 16 GiB free in /dev/shm
 	$(BIN)/python benchmarks/convert.py
