@@ -6,11 +6,10 @@ The functions here are the commands of the command line: they take the same name
 
 from __future__ import annotations
 
-import os
-import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ckptx.processes.imports import import_lock
 from ckptx.version import __version__
 
 if TYPE_CHECKING:
@@ -32,19 +31,13 @@ __all__ = [
 _NOT_COMMANDS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
 
 
-# A process that is forked while another thread imports would wait forever for the lock of the module.
-_import_lock = threading.RLock()
-os.register_at_fork(
-    before=_import_lock.acquire, after_in_parent=_import_lock.release, after_in_child=_import_lock.release
-)
-
 if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
 
     def __getattr__(name: str) -> object:
         """Import a function on first access, so that `import ckptx` is fast."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with _import_lock:
+        with import_lock:
             from ckptx.options.commands import COMMANDS
 
             functions = {each.function.partition(":")[2]: each.function for each in COMMANDS.values()}

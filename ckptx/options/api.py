@@ -22,6 +22,7 @@ from ckptx.errors import ArgumentTypeError, UsageError
 from ckptx.options.commands import unknown_option_error
 from ckptx.options.help import OptionHelp, make_help
 from ckptx.options.option import SECTIONS, Argument, Hook, Options, Setting, bind_arguments, settings_of
+from ckptx.processes.imports import import_all_modules
 
 if TYPE_CHECKING:  # not imported by a command that starts
     P = ParamSpec("P")
@@ -148,6 +149,7 @@ def _make_function(
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        import_all_modules()
         return function(make_options(tables, selector, bind_arguments(function.__name__, required, args, kwargs)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
     launch         ranks of `verify --run`: each is a whole command, with its own report, exit code and stderr
     peers          communication of conversions that torchrun started, which write one output together
     worker         a process that answers calls over a pipe, for forks and for the ranks of `robustness`
+    imports        imports that a fork in another thread does not interrupt
     threads        start threads, run a function in several, and wait for them
     rendezvous     the environment variables and the store of the ranks, whether torchrun or ckptx starts them
     peak_memory    peak memory of this process and its children

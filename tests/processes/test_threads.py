@@ -160,3 +160,33 @@ def test_a_process_forked_while_threads_convert(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.stdout == f"{[0] * 12} True\n", done.stderr
+
+
+_IMPORTS = """
+import sys, threading
+from pathlib import Path
+import ckptx
+
+def loaded():
+    return {name for name in sys.modules if name.startswith("ckptx.")}
+
+root, stop = Path(sys.argv[1]), threading.Event()
+threading.Thread(target=stop.wait, daemon=True).start()
+ckptx.inspect(root / "hf")
+before = loaded()
+ckptx.convert("hf2dcp", root / "hf", root / "dcp", workers=2)
+ckptx.convert("dcp2hf", root / "dcp", root / "again", base=root / "hf", dtype="fp16")
+ckptx.reshard(root / "dcp", root / "ranks", tp=2, pp=2, to="safetensors")
+ckptx.verify(root / "hf", root / "ranks")
+ckptx.diff(root / "hf", root / "again")
+stop.set()
+print(sorted(loaded() - before))
+"""
+
+
+def test_a_command_imports_all_modules_at_once_beside_other_threads(tmp_path: Path) -> None:
+    """A fork during a later import would leave its lock held in the child."""
+    write_hf(tmp_path / "hf", llama(), shards=2, config=CONFIG)
+    command = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.stdout == "[]\n", done.stdout + done.stderr

