@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.memory_storage import MemoryPath
 from tests.support.pool import GC_THRESHOLDS, GlooPool
@@ -24,6 +25,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The models are tiny and tests run in parallel, so more torch threads would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Tests run in parallel on machines that others use too, so that a test may be slow without a fault of its own. Fixtures
+# of one test function make directories, which the examples share.
+settings.register_profile(
+    "ckptx", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("ckptx")
 
 
 def pytest_configure(config: pytest.Config) -> None:

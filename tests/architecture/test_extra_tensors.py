@@ -126,7 +126,7 @@ def test_an_index_with_zeros_in_front_is_no_name_of_any_class(padding: str) -> N
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_what_a_class_of_transformers_ignores_is_accepted(data: st.DataObject) -> None:
     """Names that fit `_keys_to_ignore_on_load_unexpected` of any class."""
     known = data.draw(st.sampled_from(IGNORING), label="class")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.architecture.class_table import find_class_record, lookup
@@ -36,7 +36,7 @@ def config_of(class_name: str, kinds: list[str], **changes: Any) -> dict[str, An
         st.booleans(),
     ),
 )
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=6)
 def test_the_table_and_the_built_class_agree(
     class_name: str, kinds: list[str], blocks: int | None, flags: dict[str, bool]
 ) -> None:

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
@@ -337,17 +337,14 @@ def attack(kind: str, random: Random, root: Path) -> None:
     Sandbox(root, kind, manifest).check()
 
 
-CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(KINDS), random=st.randoms(use_true_random=True))
 def test_a_changed_manifest_changes_no_weight_and_no_other_file(kind: str, random: Random, tmp_path: Path) -> None:
     attack(kind, random, tmp_path / "box")
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=3000, deadline=None)
 @given(kind=st.sampled_from(KINDS), random=st.randoms(use_true_random=True))
 def test_many_changed_manifests(kind: str, random: Random, tmp_path: Path) -> None:
     attack(kind, random, tmp_path / "box")

@@ -210,7 +210,7 @@ COMPONENTS = [
 
 
 @given(st.lists(st.sampled_from(COMPONENTS), min_size=1, max_size=5), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None)
 def test_a_prefix_is_accepted_where_the_model_is_found_again(parts: list[str], ends: bool, cut: bool) -> None:
     """Both ways: what is accepted verifies, and what is refused would not have been found in a DCP with these names."""
     prefix = ".".join(parts) + "." * ends

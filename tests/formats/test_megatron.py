@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
@@ -152,7 +152,7 @@ def plans(draw: st.DrawFn) -> Any:
     return planner.SavePlan(**given_plan)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(["kinds", "sharded", "trainer", "objects"]),
     st.lists(plans(), max_size=3),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ckptx
@@ -147,7 +147,7 @@ paths = st.lists(component | known_parts, min_size=1, max_size=3).map("/".join)
 
 
 @given(st.sampled_from(KINDS), st.lists(paths, min_size=1, max_size=5, unique=True))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None)
 def test_any_foreign_name_is_kept_and_up_to_three_are_said(hf: Path, kind: str, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dst = ours(Path(directory) / "out", kind)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -97,7 +97,7 @@ tensors = st.builds(
     st.lists(st.integers(0, 5), max_size=4),
     st.integers(0, 9),
 )
-many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=40, deadline=None)
 
 
 @given(st.dictionaries(names, tensors, min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 3))

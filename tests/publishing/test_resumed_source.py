@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
@@ -361,7 +361,7 @@ def test_a_change_during_one_run(
 
 
 @given(st.integers(0, 3), st.integers(8, 4000), st.sampled_from(SHARDS))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 def test_a_file_system_whose_change_time_says_nothing(
     tmp_path_factory: pytest.TempPathFactory, after: int, at: int, name: str
 ) -> None:

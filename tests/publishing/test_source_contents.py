@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
@@ -198,7 +198,7 @@ def test_ranks_with_copies_of_one_source_agree(tmp_path: Path, kind: str) -> Non
     st.sampled_from(["bytes", "names", "config"]),
     st.data(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 def test_ranks_with_sources_of_equal_size_and_time_disagree(
     tmp_path_factory: pytest.TempPathFactory, kind: str, name: str, what: str, data: st.DataObject
 ) -> None:

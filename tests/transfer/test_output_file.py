@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.storage.open_file import OpenFile
@@ -49,7 +49,7 @@ def finished(digests: FileDigests, data: bytes) -> int:
     return read
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_passes_give_the_digest_of_the_file(tmp_path: Path, data: st.DataObject) -> None:
     """Stretches in any order, each written by a pass of its own or by one that seeks."""

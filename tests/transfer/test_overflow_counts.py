@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptx
@@ -221,7 +221,7 @@ def test_dtype_base_refuses_as_well(tmp_path: Path, dtype: str) -> None:
 
 
 @given(st.integers(0, 40), st.booleans(), st.sampled_from(["hf2dcp", "hf2dcp tp"]))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 def test_a_resumed_run_counts_what_it_takes_over(
     tmp_path_factory: pytest.TempPathFactory, after: int, allowed: bool, command: str
 ) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME
@@ -21,7 +21,7 @@ from ckptx.transfer.stream import TensorReader
 from tests.support.memory_storage import MemoryPath
 from tests.transfer.test_stream import ITEMSIZES, Array, Files, Shape, cut, cuts, halves, numbers, stored
 
-many = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=30, deadline=None)
 
 
 def read(root: MemoryPath, *entries: TensorEntry) -> tuple[list[bool], bytes, int]:

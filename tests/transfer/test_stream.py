@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME
@@ -124,7 +124,7 @@ def regions_of(draw: st.DrawFn, shape: Shape) -> Region:
     return Region(begin, tuple(draw(st.integers(1, size - b)) for size, b in zip(shape, begin, strict=True)))
 
 
-many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=120, deadline=None)
 
 
 @given(cuts(), st.data())
