@@ -30,6 +30,7 @@ class BufferOptions(Options):
             minimum=1,
             maximum=MAX_WORKERS,
             default="number of cores, at most 16",
+            replaces=("num_workers", "num_proc", "threads", "jobs"),
         ),
     ] = None
     max_memory: Annotated[

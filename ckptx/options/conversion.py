@@ -119,7 +119,9 @@ class ConversionOptions(
             EXECUTION,
         ),
     ] = False
-    overwrite: Annotated[bool, Option("Replace an existing checkpoint at DST atomically.", EXECUTION)] = False
+    overwrite: Annotated[
+        bool, Option("Replace an existing checkpoint at DST atomically.", EXECUTION, replaces=("force",))
+    ] = False
     resume: Annotated[bool, Option("Continue an interrupted conversion to DST.", EXECUTION)] = False
     timeout: Annotated[
         int,
@@ -261,6 +263,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
             "Maximum size of each safetensors file.",
             OUTPUT_CHECKPOINT,
             parse=parse_size,
+            replaces=("shard_size", "max_file_size"),
             default=f"the original shards if ckptx.json in SRC records them, else {SHARD_SIZE}",
         ),
     ] = None

@@ -85,9 +85,19 @@ class StepOptions(
             minimum=1,
             maximum=2**16,
             default="one per microbatch",
+            replaces=("batch_size", "local_batch_size"),
         ),
     ] = None
-    seq: Annotated[int, Option("Sequence length in tokens.", TRAINING_STEP, minimum=2, maximum=2**24)] = 4096
+    seq: Annotated[
+        int,
+        Option(
+            "Sequence length in tokens.",
+            TRAINING_STEP,
+            minimum=2,
+            maximum=2**24,
+            replaces=("seq_len", "seq_length", "sequence_length", "max_seq_len", "max_model_len"),
+        ),
+    ] = 4096
     images: Annotated[
         int, Option("Images per sequence (vision-language models).", TRAINING_STEP, minimum=0, maximum=2**16)
     ] = 0
@@ -175,6 +185,7 @@ class SearchOptions(StepOptions, kw_only=False):
             minimum=1,
             maximum=MAX_RANKS,
             default="not set",
+            replaces=("num_gpus", "world_size"),
         ),
     ] = None
 

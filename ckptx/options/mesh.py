@@ -28,6 +28,7 @@ class MeshOptions(Options):
             minimum=1,
             maximum=MAX_RANKS,
             default="1",
+            replaces=("tensor_model_parallel_size", "tensor_parallel_degree", "tp_size"),
         ),
     ] = None
     pp: Annotated[
@@ -39,10 +40,19 @@ class MeshOptions(Options):
             minimum=1,
             maximum=MAX_RANKS,
             default="1",
+            replaces=("pipeline_model_parallel_size", "pipeline_parallel_degree", "pp_size"),
         ),
     ] = None
     dp_shard: Annotated[
-        int | None, Option("Number of FSDP ranks.", LAYOUT, minimum=1, maximum=MAX_RANKS, default="1")
+        int | None,
+        Option(
+            "Number of FSDP ranks.",
+            LAYOUT,
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="1",
+            replaces=("dp", "dp_size", "fsdp", "data_parallel_size", "data_parallel_shard_degree"),
+        ),
     ] = None
 
     @property
@@ -99,7 +109,15 @@ class ReplicaOptions(MeshOptions):
     """Options for a mesh with replicas."""
 
     dp_replicate: Annotated[
-        int | None, Option("Number of replicas of the model (HSDP).", LAYOUT, minimum=1, maximum=MAX_RANKS, default="1")
+        int | None,
+        Option(
+            "Number of replicas of the model (HSDP).",
+            LAYOUT,
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="1",
+            replaces=("ddp", "data_parallel_replicate_degree"),
+        ),
     ] = None
 
     @property

@@ -14,6 +14,7 @@ MICROBATCHES = Option(
     minimum=1,
     maximum=2**16,
     default="one per pipeline stage",
+    replaces=("num_microbatches", "gradient_accumulation_steps"),
 )
 GpuName = Literal[
     "h100", "h200", "b200", "a100-80gb", "a100-40gb", "l40s", "l4", "a10g", "v100-32gb", "t4", "rtx4090", "mi300x"
@@ -43,6 +44,7 @@ class ActivationCheckpointingOptions(Options):
             "or selective (save attention and every second matmul).",
             TRAINING_STEP,
             default="none",
+            replaces=("ac", "gradient_checkpointing", "recompute"),
         ),
     ] = None
 
