@@ -6,7 +6,8 @@ Shapes are written down here as in the config of each class, so that making one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.quantized import (
     SCHEMES,
     PublishedScheme,
     QuantizedWeight,
+    float_value,
     rng_of,
     with_block,
     write_quantized,
@@ -64,10 +66,12 @@ def qwen3_moe_shapes(layers: int = 2) -> tuple[dict[str, Any], Shapes]:
     return config, shapes
 
 
-def deepseek_shapes(layers: int = 2, mtp: int = 1) -> tuple[dict[str, Any], Shapes]:
+def deepseek_shapes(
+    layers: int = 2, mtp: int = 1, q_rank: int = 48, kv_rank: int = 40, rope: int = 8
+) -> tuple[dict[str, Any], Shapes]:
     """Return a DeepSeek-V3 with its ragged `kv_a_proj_with_mqa` and a layer for multi-token prediction."""
     hidden, inner, vocab, heads, experts = 64, 32, 40, 4, 4
-    q_rank, kv_rank, rope, nope, v_head = 48, 40, 8, 8, 16
+    nope, v_head = 8, 16
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers + mtp):
         at = f"model.layers.{layer}."
@@ -236,6 +240,9 @@ MODELS: dict[str, ModelCase] = {
     "qwen3_moe, nvfp4": ModelCase(qwen3_moe_shapes, "nvfp4", _is_routed_expert),
     "qwen3_moe, fp8 rows": ModelCase(qwen3_moe_shapes, "fp8 rows"),
     "deepseek, fp8 blocks": ModelCase(deepseek_shapes, "fp8 blocks"),
+    "deepseek, fp8 blocks of 128 in 576 and 2112 rows": ModelCase(
+        partial(deepseek_shapes, q_rank=2112, kv_rank=512, rope=64), "fp8 blocks", block=(128, 128)
+    ),
     "deepseek, fp8 and mxfp4": ModelCase(
         deepseek_shapes, "fp8 blocks, e8m0 scales", others="mxfp4 deepseek", is_other=_is_routed_expert
     ),
@@ -289,3 +296,15 @@ def encode_model(label: str, model: QuantizedModel, values: Mapping[str, np.ndar
     for weight in weights.values():
         tensors |= {name: part for name, part in weight.parts.items() if name not in model.activation_scales}
     return QuantizedModel(model.config, model.scheme, tensors, weights, model.plain)
+
+
+def make_trained_model(label: str) -> QuantizedModel:
+    """Return a quantized model whose values have the size of those of an initialized one."""
+    model, rng = make_model(label), rng_of("run", label)
+    values = {name: rng.normal(0, 0.05, each.truth.shape).astype(np.float32) for name, each in model.weights.items()}
+    model = encode_model(label, model, values)
+    plain: dict[str, Value] = {}
+    for name, tensor in model.plain.items():
+        numbers = np.ones(tensor[1]) if name.endswith("norm.weight") else rng.normal(0, 0.05, tensor[1])
+        plain[name] = float_value(numbers, tensor[0])
+    return replace(model, plain=plain, tensors=model.tensors | plain)
