@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent / "fixtures" / "quantized"
 ROWS, COLUMNS = 24, 64
 BLOCK = (16, 24)  # neither divides the rows nor the columns
 WEIGHT = "model.layers.0.mlp.down_proj"
+ATTENTION = "model.layers.0.self_attn.o_proj"
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -174,6 +175,19 @@ def integers(bits: int, group_size: int, dtype: torch.dtype, *, has_zero_points:
     return stored, {f"{WEIGHT}.weight": truth}
 
 
+def nvfp4_and_fp8() -> StoredAndDecoded:
+    """Return a weight in nvfp4 and one in fp8 with one scale, as ModelOpt stores a model of mixed precision."""
+    stored, decoded = nvfp4(is_packed=False)
+    own, own_decoded = fp8_broadcast(dtype=torch.float32, suffix=".weight_scale", extra=".input_scale")
+    stored |= {name.replace(WEIGHT, ATTENTION): tensor for name, tensor in own.items()}
+    return stored, decoded | {name.replace(WEIGHT, ATTENTION): tensor for name, tensor in own_decoded.items()}
+
+
+def modelopt(**quantization: Any) -> dict[str, Any]:
+    """Return the contents of a `hf_quant_config.json` of ModelOpt."""
+    return {"producer": {"name": "modelopt"}, "quantization": quantization}
+
+
 def compressed_tensors(format_name: str, **weights: Any) -> dict[str, Any]:
     """Return a `quantization_config` of compressed-tensors with one group, given its `format` and `weights`."""
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}}
@@ -185,10 +199,10 @@ def compressed_tensors(format_name: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def checkpoints() -> dict[str, tuple[dict[str, Any] | None, StoredAndDecoded]]:
+def checkpoints() -> dict[str, tuple[dict[str, Any], StoredAndDecoded]]:
     """Return name of the checkpoint -> its `quantization_config`, and its tensors, stored and decoded.
 
-    The config is None for a checkpoint of ModelOpt, which has hf_quant_config.json instead.
+    A checkpoint of ModelOpt has the contents of its `hf_quant_config.json` instead of a `quantization_config`.
     """
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
     float8: dict[str, Any] = {"type": "float", "num_bits": 8}
@@ -224,7 +238,7 @@ def checkpoints() -> dict[str, tuple[dict[str, Any] | None, StoredAndDecoded]]:
             compressed_tensors("mxfp4-pack-quantized", **float4, strategy="group", group_size=32),
             mxfp4(".weight_packed", ".weight_scale", torch.uint8, torch.uint8),
         ),
-        "nvfp4_modelopt": (None, nvfp4(is_packed=False)),
+        "nvfp4_modelopt": (modelopt(quant_algo="NVFP4", group_size=16), nvfp4(is_packed=False)),
         "nvfp4_packed": (
             compressed_tensors("nvfp4-pack-quantized", **float4, strategy="tensor_group", group_size=16),
             nvfp4(is_packed=True),
@@ -238,18 +252,28 @@ def checkpoints() -> dict[str, tuple[dict[str, Any] | None, StoredAndDecoded]]:
             compressed_tensors("pack-quantized", type="int", num_bits=8, strategy="channel"),
             integers(8, COLUMNS, f32, has_zero_points=False),
         ),
+        "nvfp4_and_fp8": (
+            modelopt(
+                quant_algo="MIXED_PRECISION",
+                quantized_layers={
+                    WEIGHT: {"quant_algo": "NVFP4", "group_size": 16},
+                    ATTENTION: {"quant_algo": "FP8"},
+                },
+            ),
+            nvfp4_and_fp8(),
+        ),
     }
 
 
-def write(name: str, config: dict[str, Any] | None, stored: Tensors, decoded: Tensors) -> None:
+def write(name: str, config: dict[str, Any], stored: Tensors, decoded: Tensors) -> None:
     """Write one checkpoint, with the codes in one file and the rest in another, and its decoded weights."""
     root = ROOT / name
     root.mkdir()
-    declared = {} if config is None else {"quantization_config": config}
+    is_modelopt = "producer" in config
+    declared = {} if is_modelopt else {"quantization_config": config}
     (root / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **declared}, indent=2) + "\n")
-    if config is None:
-        document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-        (root / "hf_quant_config.json").write_text(json.dumps(document, indent=2) + "\n")
+    if is_modelopt:
+        (root / "hf_quant_config.json").write_text(json.dumps(config, indent=2) + "\n")
     codes, *companions = stored
     files = {
         "model-00001-of-00002.safetensors": [*companions],

@@ -23,7 +23,7 @@ def truth_of(name: str, dtype: str) -> dict[str, Value]:
 
 
 def test_the_fixtures_are_there() -> None:
-    assert len(NAMES) == 15
+    assert len(NAMES) == 16
     assert sum(len(data) for data in tree_bytes(ROOT).values()) < 300_000
 
 
