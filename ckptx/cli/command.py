@@ -128,6 +128,17 @@ def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]])
     formatter.buffer[start:] = [each.replace(_HYPHEN, "-").replace(_SPACE, " ") for each in formatter.buffer[start:]]
 
 
+class _PathArgument(click.Path):
+    """Type of an argument that is a path, with advice for its absence."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__()
+        self.advice = advice
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
+        return self.advice or None
+
+
 class SectionedCommand(_SectionedHelp):
     """Command with titled help sections."""
 
@@ -297,7 +308,9 @@ def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional
         metavar = annotation.metavar if is_required else f"[{annotation.metavar}]"
-        argument = click.Argument([setting.name], metavar=metavar, required=is_required, type=click.Path())
+        argument = click.Argument(
+            [setting.name], metavar=metavar, required=is_required, type=_PathArgument(annotation.advice)
+        )
         return [argument] if annotation.metavar else []
     if not isinstance(annotation, Option):
         return []

@@ -111,11 +111,13 @@ class Argument(NamedTuple):
         help: Help text of the argument.
         metavar: Placeholder in the usage line; "" for an argument that the name of the command sets.
         is_optional: True if the command line may omit it, although the Python function requires it.
+        advice: What to do if it is missing, for the error message; "" for none.
     """
 
     help: str
     metavar: str = ""
     is_optional: bool = False
+    advice: str = ""
 
 
 class Hook(NamedTuple):

@@ -34,6 +34,10 @@ from ckptx.options.step import ActivationCheckpointingScopeOptions, DeviceOption
 
 _REFERENCE_HELP = "Checkpoint to compare with: a directory, file, index or Hub id."
 _CHECKPOINT_HELP = "Checkpoint to check."
+_ONE_CHECKPOINT = (
+    "verify compares two checkpoints; to read every byte of one, pass it twice; to check its names and shapes, use "
+    "`ckptx convert to-dcp CHECKPOINT unused --dry-run`"
+)
 _RUN_HELP = (
     "Run REFERENCE unsharded and CHECKPOINT on the mesh, in processes that the command or torchrun starts, and compare "
     "logits, loss and gradients."
@@ -125,7 +129,7 @@ class CompareOptions(StrictOptions, BufferOptions, LogOptions, TwoCheckpointOpti
     command: ClassVar[str] = "verify"
 
     reference: Annotated[str | Path, Argument(_REFERENCE_HELP, "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT", advice=_ONE_CHECKPOINT)]
     _: KW_ONLY
     dtype: Annotated[
         Dtype,
@@ -145,6 +149,6 @@ class CompareRunOptions(RunOptions, TwoCheckpointOptions, kw_only=False):
     command: ClassVar[str] = "verify --run"
 
     reference: Annotated[str | Path, Argument(_REFERENCE_HELP, "REFERENCE")]
-    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT")]
+    checkpoint: Annotated[str | Path, Argument(_CHECKPOINT_HELP, "CHECKPOINT", advice=_ONE_CHECKPOINT)]
     _: KW_ONLY
     run: Annotated[Literal[True], Option(_RUN_HELP, MODEL_RUN)]

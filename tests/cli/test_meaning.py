@@ -305,6 +305,10 @@ def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("convert to-hf a b --force", "convert to-hf does not take --force; use --overwrite"),
         ("forecast a --seq-len 2", "forecast does not take --seq-len; use --seq"),
         ("forecast a --world-size 2", "forecast does not take --world-size; use --gpus"),
+        (
+            "verify a",
+            "Missing argument 'CHECKPOINT'. verify compares two checkpoints; to read every byte of one, pass it",
+        ),
         ("diff a b --prefix x", "diff does not take --prefix; use --source-prefix"),
         ("verify a b --run --prefix x", "verify does not take --prefix; use --source-prefix"),
     ],
