@@ -14,7 +14,7 @@ reads, is refused. `dry_run` then checks that the stages work with the values th
 from __future__ import annotations
 
 import copy
-from collections import ChainMap
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -44,6 +44,7 @@ from ckptx.runtime.parallel.pipeline.stage import (
 
 Batch = Mapping[str, Tensor]
 BatchKind = frozenset[str]  # argument names of a batch
+_CONTAINERS = (OrderedDict, dict, set, list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,15 @@ def discover_boundaries(
     batches_by_kind: dict[BatchKind, list[Batch]] = {}
     for batch in batches:
         batches_by_kind.setdefault(frozenset(batch), []).append(batch)
-    unused_copies = [_shared_copy(model) for _ in batches_by_kind]  # see `unused_copy` below
+    unused_copy = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
     try:
-        return _discover_common_boundaries(model, stages, batches, get_output)
+        return _discover_common_boundaries(model, unused_copy, stages, batches, get_output)
     except UnsupportedError:
         if len(batches_by_kind) == 1:
             raise
     boundaries_by_kind = {
-        kind: _discover_common_boundaries(unused_copy, stages, batches_of_kind, get_output)
-        for unused_copy, (kind, batches_of_kind) in zip(unused_copies, batches_by_kind.items(), strict=True)
+        kind: _discover_common_boundaries(_shared_copy(unused_copy), unused_copy, stages, batches_of_kind, get_output)
+        for kind, batches_of_kind in batches_by_kind.items()
     }
     slots_by_kind = {kind: each.slots for kind, each in boundaries_by_kind.items()}
     slots = tuple(
@@ -133,13 +134,24 @@ def discover_boundaries(
 
 
 def _discover_common_boundaries(
-    model: nn.Module, stages: StageMap, batches: Sequence[Batch], get_output: Callable[[Any], Tensor]
+    model: nn.Module,
+    unused_copy: nn.Module,
+    stages: StageMap,
+    batches: Sequence[Batch],
+    get_output: Callable[[Any], Tensor],
 ) -> StageBoundaries:
-    """Return boundaries with one set of slots that works for all batches."""
+    """Return boundaries with one set of slots that works for all batches.
+
+    Args:
+        model: Model to run, which has not run before.
+        unused_copy: Copy of the model to make the stages of, which never runs.
+        stages: See `discover_boundaries`.
+        batches: See `discover_boundaries`.
+        get_output: See `discover_boundaries`.
+    """
     name = type(model).__name__
     with torch.no_grad():
         output_structures: dict[str, OutputStructure] = {}
-        unused_copy = _shared_copy(model)  # a run may leave results in attributes, which a stage must not see
         traces = [_record_trace(model, stages, batch, get_output, output_structures) for batch in batches]
         stage_models = [
             make_shared_stage(unused_copy, stages, number, output_structures) for number in range(stages.count)
@@ -173,7 +185,13 @@ def make_shared_stage(
 
 def _shared_copy(model: nn.Module) -> nn.Module:
     """Return a copy with the same parameters and buffers."""
-    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    copies: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    # A module has a dozen dicts for hooks, most of them empty. `deepcopy` would take most of its time for these.
+    for module in model.modules():
+        for value in vars(module).values():
+            if type(value) in _CONTAINERS and not value:
+                copies[id(value)] = type(value)()
+    return copy.deepcopy(model, copies)
 
 
 def stage_arguments(stage: int, batch: Batch) -> dict[str, Tensor]:
