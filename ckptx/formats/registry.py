@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from ckptx.formats.rank_files import (
 from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import files_with_sharding_info
-from ckptx.formats.sidecars import MANIFEST, list_sidecars, sidecars_of_file
+from ckptx.formats.sidecars import MANIFEST, list_sidecars, list_trainer_files, sidecars_of_file
 from ckptx.formats.unsupported import refuse_directory, refuse_file, refuse_in_tree
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
@@ -182,8 +182,9 @@ def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
     source = located.source
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)
-    if catalog.config is not None:
-        return  # the sidecars are in that directory, too
+    if catalog.config is not None:  # the sidecars are in that directory, too
+        _note_dropped_files(catalog, list_trainer_files(source))
+        return
     catalog.config = read_config(source)
     used_files = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
@@ -191,18 +192,23 @@ def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
         sidecars = list_sidecars(source, used_files) if _has_own_directory(located) else sidecars_of_file(source)
         catalog.sidecars = sidecars.copied
         catalog.identities = {**sidecars.identities, **catalog.identities}
-        noted_names = {note.split(" ", 1)[0] for note in catalog.notes}
-        dropped = [
-            name for name in sidecars.dropped if name not in noted_names and not (is_megatron and name == COMMON_FILE)
-        ]
-        if dropped:
-            names_text = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
-            catalog.notes.append(f"not copied: {names_text}")
+        _note_dropped_files(catalog, [each for each in sidecars.dropped if not (is_megatron and each == COMMON_FILE)])
+    elif not is_megatron:
+        _note_dropped_files(catalog, list_trainer_files(source))
     if is_megatron:
         sidecars_by_name = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
         catalog.sidecars = tuple(sidecars_by_name[name] for name in sorted(sidecars_by_name))
         catalog.identities = {**source.read_identities(sidecars_by_name), **catalog.identities}
         catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
+
+
+def _note_dropped_files(catalog: Catalog, names: Iterable[str]) -> None:
+    """Add a note with the files that are not copied, except those that have a note of their own."""
+    noted_names = {note.split(" ", 1)[0] for note in catalog.notes}
+    dropped = [name for name in names if name not in noted_names]
+    if dropped:
+        names_text = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
+        catalog.notes.append(f"not copied: {names_text}")
 
 
 def _has_own_directory(located: LocatedCheckpoint) -> bool:

@@ -45,6 +45,15 @@ _REPOSITORY_FILE = re.compile(
     r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
     r"[\w.-]+\.tiktoken|(vocab|merges|sentencepiece|spiece|tokenizer)[\w.-]*\.(txt|model|json|vocab|bpe)"
 )
+# Files in which trainers store other state than the model.
+_TRAINER_STATE = re.compile(
+    r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
+    r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
+    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_fp32\.py|train_state\.(pt|json)|"
+    r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
+    r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
+)
+TRAINER_STATE_DIRECTORIES = frozenset({"rng", "dataloader", "scheduler", "lr_scheduler", "step_scheduler"})
 # Quantization settings outside config.json, for vLLM and GPTQ tools.
 QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
 
@@ -63,6 +72,11 @@ def is_tokenizer_file(base_name: str) -> bool:
 def is_known_sidecar(base_name: str) -> bool:
     """Return True if a file name (without directory) is usual in model repositories."""
     return _MODEL_FILE.fullmatch(base_name) is not None or _REPOSITORY_FILE.fullmatch(base_name) is not None
+
+
+def is_trainer_state_file(base_name: str) -> bool:
+    """Return True if trainers store schedulers, random numbers or data positions in files of this name."""
+    return _TRAINER_STATE.fullmatch(base_name) is not None
 
 
 class SidecarFiles(NamedTuple):
@@ -122,6 +136,14 @@ def sidecars_of_file(source: Source) -> SidecarFiles:
     listing = source.listing()
     names = [name for name in listing if _MODEL_FILE.fullmatch(name) and listing.is_file(name)]
     return _make_sidecar_files(source, names, ())
+
+
+def list_trainer_files(source: Source) -> tuple[str, ...]:
+    """Return the files and directories with training state next to a DCP, sorted; directories end with a slash."""
+    listing = source.listing()
+    files = [name for name in listing if is_trainer_state_file(name) and listing.is_file(name)]
+    directories = [f"{name}/" for name in listing if name in TRAINER_STATE_DIRECTORIES and listing.is_directory(name)]
+    return tuple(sorted(files + directories))
 
 
 def _make_sidecar_files(source: Source, names: list[str], dropped: tuple[str, ...]) -> SidecarFiles:

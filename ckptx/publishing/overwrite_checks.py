@@ -18,7 +18,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest_parser import read_manifest
 from ckptx.errors import CkptxError, OutputError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.formats.sidecars import MANIFEST, is_known_sidecar
+from ckptx.formats.sidecars import MANIFEST, TRAINER_STATE_DIRECTORIES, is_known_sidecar, is_trainer_state_file
 from ckptx.publishing.output_checks import refuse_files_inside
 from ckptx.publishing.report_file import is_earlier_output
 from ckptx.storage.directory_handle import DirectoryHandle
@@ -37,17 +37,10 @@ _WEIGHTS = re.compile(
     r"(pytorch_model|adapter_model|consolidated|tf_model|flax_model|model)([-_.][\w.-]+)?"
     r"\.(bin|pt|pth|h5|msgpack|onnx|onnx_data)|shard-\d+-model-\d+-of-\d+\.\w+"
 )
-_TRAINER_STATE = re.compile(
-    r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
-    r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
-    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_fp32\.py|train_state\.(pt|json)|"
-    r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
-    r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
-)
 # Subdirectories of trainers and of the Hub client, and the names that are allowed in them.
 _KNOWN_DIRECTORIES = (
     (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
-    (re.compile(r"(rng|dataloader|scheduler|lr_scheduler|step_scheduler)"), re.compile(r"[\w.-]+\.(pt|json)")),
+    (re.compile("|".join(sorted(TRAINER_STATE_DIRECTORIES))), re.compile(r"[\w.-]+\.(pt|json)")),
     (re.compile(r"\.cache/huggingface(/download)?"), re.compile(r"[\w.-]+\.(metadata|lock)|\.gitignore|CACHEDIR\.TAG")),
 )
 
@@ -182,7 +175,7 @@ def is_known_name(name: str) -> bool:
 
 
 def _is_known_base_name(base: str) -> bool:
-    return is_known_sidecar(base) or any(known.fullmatch(base) for known in (_WEIGHTS, _TRAINER_STATE))
+    return is_known_sidecar(base) or is_trainer_state_file(base) or _WEIGHTS.fullmatch(base) is not None
 
 
 def _is_written_by_ckptx(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:

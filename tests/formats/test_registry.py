@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,18 @@ def test_shards_below_an_hf_checkpoint_stay_behind(place: MemoryPath) -> None:
     catalog = open_checkpoint(place)
     assert catalog.format == "huggingface"
     assert catalog.notes == [f"not copied: sharded/{shard_name(1, 1, 1)}"]
+
+
+@pytest.mark.parametrize("config", [None, LLAMA])
+def test_files_with_training_state_next_to_a_dcp_are_noted(place: MemoryPath, config: dict[str, Any] | None) -> None:
+    """What accelerate saves next to the two DCPs, and a file that no trainer writes."""
+    write_dcp(place / "pytorch_model_fsdp_0", TENSORS)
+    write_dcp(place / "optimizer_0", {"exp_avg": TENSORS["w"]})
+    for name in ("scheduler.bin", "random_states_0.pkl", "unrelated.txt"):
+        (place / name).write_text("")
+    if config is not None:
+        (place / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(place).notes == ["not copied: random_states_0.pkl, scheduler.bin"]
 
 
 def test_parts_with_a_name_in_common_are_refused(place: MemoryPath) -> None:
