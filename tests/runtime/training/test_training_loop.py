@@ -178,7 +178,7 @@ def test_another_number_of_tp_ranks_goes_on_with_the_same_data(pool: GlooPool, t
     [
         (('"rng": PerRank(RandomState(context.device))', '"lost": 1'), "losses"),
         (('"batches": PerRank(batches)', '"lost": 1'), "losses"),
-        (("load_optimizer(optimizer, model, resumed, layout=layout)", "pass"), "steps"),
+        (("load_optimizer(optimizer, model, resumed, layout=tp_layout)", "pass"), "steps"),
         (('"scheduler": scheduler', '"lost": 1'), "steps"),
     ],
 )

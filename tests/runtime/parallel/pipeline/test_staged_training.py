@@ -250,7 +250,7 @@ def test_what_goes_on_is_what_never_stopped(
 
 def test_an_optimizer_that_is_not_restored_would_be_seen(pool: GlooPool, tmp_path: Path) -> None:
     write_model(tmp_path, "llama-tied")
-    change = ("load_optimizer(optimizer, stages, resumed, layout=layout)", "pass")
+    change = ("load_optimizer(optimizer, stages, resumed, layout=tp_layout)", "pass")
     first = pool.run(run, 2, tmp_path, ["run"], (on(PP2), change))
     again = pool.run(run, 2, tmp_path, ["again", f"run/step-{HALF}"], (on(PP2), change))
     assert again[1][0][0] == first[1][0][HALF], "the model itself was"
