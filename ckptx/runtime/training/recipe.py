@@ -102,7 +102,7 @@ class OptimizerBlock(RecipeBlock, kw_only=True, frozen=True):
         lr: Maximum learning rate.
         betas: Decay rates of the first and second moment.
         eps: Term added to the square root of the second moment.
-        weight_decay: Weight decay coefficient, applied in every step.
+        weight_decay: Weight decay coefficient: decoupled in adamw, a term of the gradient in adam.
     """
 
     name: Literal["adamw", "adam"] = "adamw"
@@ -132,8 +132,9 @@ class LayoutBlock(RecipeBlock, kw_only=True, frozen=True):
     Attributes:
         tp: Number of tensor-parallel ranks.
         pp: Number of pipeline ranks.
-        dp_shard: Number of FSDP2 ranks; null to use all available ranks, or 1 if their number is unknown. In
-            `checks.layouts`, null is the number of ranks of `layout` divided by tp x pp x dp_replicate, and at least 1.
+        dp_shard: Number of FSDP2 ranks; null is the number of ranks that torchrun started divided by tp x pp x
+            dp_replicate, and 1 without torchrun. In `checks.layouts`, null is the number of ranks of `layout` divided
+            by tp x pp x dp_replicate, and at least 1.
         dp_replicate: Number of replicas of the sharded model.
         pp_split: Assignment of layers to stages: even, vllm, torchtitan, hf, or a comma-separated list of counts.
         tp_plan: JSON file with tensor-parallel rules, as for `--tp-plan`; null for the plan of the model.
