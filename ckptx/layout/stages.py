@@ -4,7 +4,7 @@ Frameworks split layers over stages differently, and a stage whose layer is in t
 that file too. So the user names the rule of a framework, or gives the counts:
 
     10 layers, 4 stages     even    3 3 2 2     the first stages get the remainder
-                            vllm    2 3 3 2     middle stages get it, the last never does (vLLM, get_pp_indices)
+                            vllm    2 3 3 2     stages before the last get it, from the back (vLLM, get_pp_indices)
                             torchtitan 2 3 3 2  embedding and head count as a layer each
                             hf      2 2 2 4     the last stage gets it (transformers)
                             1,4,4,1             explicit counts
