@@ -3,9 +3,9 @@
     python benchmarks/dequantize.py [--rounds 3] [--parts kernels,fp8,mxfp4,torch] [--disk DIRECTORY]
 
 kernels: elements per CPU-second of one thread, from codes in memory to bf16 in memory. fp8, mxfp4: conversions of a
-model of 8 GiB in bf16 to HF files, at one and two workers, against `cp -r` of the output. ckptx waits until its output is
-on the disk, so a second copy does, too. torch: the same for fp8 and 2.6 GiB, with torch's reader, which holds the model
-in memory more than once. The disk needs 45 GiB.
+model of 8 GiB in bf16 to HF files, at one and two workers, against `cp -r` of the output. ckptx waits until its output
+is on the disk, so a second copy does, too. torch: the same for fp8 and 2.6 GiB, with torch's reader, which holds the
+model in memory more than once. The disk needs 45 GiB.
 """
 
 from __future__ import annotations
