@@ -4,8 +4,9 @@
 
 kernels: elements per CPU-second of one thread, from codes in memory to bf16 in memory. fp8, mxfp4: conversions of a
 model of 8 GiB in bf16 to HF files, at one and two workers, against `cp -r` of the output. ckptx waits until its output
-is on the disk, so a second copy does, too. torch: the same for fp8 and 2.6 GiB, with torch's reader, which holds the
-model in memory more than once. The disk needs 45 GiB.
+is on the disk, so a second copy does, too. The last command copies the decoded tensors, in thousands as before. torch:
+the same for fp8 and 2.6 GiB, with torch's reader, which holds the model in memory more than once. The disk needs 55
+GiB.
 """
 
 from __future__ import annotations
@@ -191,6 +192,10 @@ def time_conversions(work: Path, part: str, rounds: int) -> tuple[list[Timing], 
         command = [*convert, str(out), "--dequantize", "--workers", str(workers)]
         check = [*CKPTX, "verify", str(source), str(out), "--dequantize"]
         steps.append(Step(f"ckptx, {workers} worker{'s' * (workers > 1)}", command, out, checks=[check]))
+    if part != "torch":
+        out = work / "copied"
+        command = [*CKPTX, "convert", "to-hf", str(reference), str(out), "--workers", "2"]
+        steps.append(Step("ckptx, 2 workers, from the decoded files", command, out))
     if part == "torch":
         out = work / "stock"
         command = [sys.executable, str(HERE / "stock_dequantize.py"), str(source), str(out)]
