@@ -111,7 +111,7 @@ class Argument(NamedTuple):
         help: Help text of the argument.
         metavar: Placeholder in the usage line; "" for an argument that the name of the command sets.
         is_optional: True if the command line may omit it, although the Python function requires it.
-        advice: What to do if it is missing, for the error message; "" for none.
+        advice: Next step in the error message for a missing argument; "" for none.
     """
 
     help: str

@@ -16,7 +16,7 @@ from tests.support.quantized_models import make_trained_model
 
 MODELS_OF_HUB = [
     "qwen3_moe, fp8 blocks",
-    "deepseek, fp8 blocks of 128 in 576 and 2112 rows",
+    "deepseek, fp8 blocks of published sizes",
     "deepseek, int4 experts",
     "gpt_oss, mxfp4",
     "llama, nvfp4 and fp8",

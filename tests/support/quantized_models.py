@@ -240,7 +240,7 @@ MODELS: dict[str, ModelCase] = {
     "qwen3_moe, nvfp4": ModelCase(qwen3_moe_shapes, "nvfp4", _is_routed_expert),
     "qwen3_moe, fp8 rows": ModelCase(qwen3_moe_shapes, "fp8 rows"),
     "deepseek, fp8 blocks": ModelCase(deepseek_shapes, "fp8 blocks"),
-    "deepseek, fp8 blocks of 128 in 576 and 2112 rows": ModelCase(
+    "deepseek, fp8 blocks of published sizes": ModelCase(
         partial(deepseek_shapes, q_rank=2112, kv_rank=512, rope=64), "fp8 blocks", block=(128, 128)
     ),
     "deepseek, fp8 and mxfp4": ModelCase(
