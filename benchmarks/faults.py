@@ -82,7 +82,7 @@ def run_with_fault(session: Session, baseline: RetainedMemory, name: str | None,
     row = run_phase(builder, session, PHASES[number], baseline)
     failed = [each["name"] for each in row["checks"] if each["ok"] is False]  # None: not checked
     run = fault.run if fault is not None else "resumed"
-    losses = session.losses.get(run, {}) if number == _RESUME_PHASE else {}
+    losses = session.runs[run].losses if number == _RESUME_PHASE and run in session.runs else {}
     differences = [
         abs_difference(session.uninterrupted_result.losses[step], loss)
         for step, loss in losses.items()

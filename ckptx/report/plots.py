@@ -1,4 +1,4 @@
-"""Plots as inline SVG: losses over steps, differences from the first run on a log scale, and the frame of any plot.
+"""Plots as inline SVG: losses over steps, differences between runs on a log scale, and the frame of any plot.
 
 This module computes shapes; the macro `plot` in `templates/parts.html` writes them and their labels. The SVG is
 stretched to the available width, so lines keep their width by `non-scaling-stroke`, and dots are lines of length 0 with
@@ -85,7 +85,7 @@ class Plot:
 
 
 class RunCurve(NamedTuple):
-    """Curve of one run: its loss, or its difference from the first run, at each step.
+    """Curve of one run: its loss, or its difference from another run, at each step.
 
     Attributes:
         name: Name of the run in the report.
@@ -104,10 +104,12 @@ class NoiseBand(NamedTuple):
     Attributes:
         noise: Measured noise; None if it was not measured.
         tolerance: Tolerance of the difference; None if no phase has one.
+        phase: Name of the phase with this tolerance; "" for none.
     """
 
     noise: float | None
     tolerance: float | None
+    phase: str = ""
 
 
 def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
@@ -135,7 +137,7 @@ def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
 
 
 def plot_differences(runs: Sequence[RunCurve], band: NoiseBand) -> Plot | None:
-    """Plot the differences of runs from the first, on a log scale; None if there are no steps.
+    """Plot the differences of runs from those that they are compared with, on a log scale; None if there are no steps.
 
     Differences of 0 are drawn at the bottom, NaN and infinity at the top.
     """
@@ -167,7 +169,7 @@ def plot_differences(runs: Sequence[RunCurve], band: NoiseBand) -> Plot | None:
     if _has_nonfinite(runs):
         ticks.append(Tick(_NONFINITE_Y, "nan"))
     names = ", ".join(run.name for run in runs)
-    return Plot(f"difference of {names} from the first run", ticks, _step_labels(steps), shapes)
+    return Plot(f"differences: {names}", ticks, _step_labels(steps), shapes)
 
 
 def svg_path(css_class: str, d: str) -> Markup:

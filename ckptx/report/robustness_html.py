@@ -45,7 +45,7 @@ from ckptx.report.robustness_phrases import (
 _CSS_CLASSES = {True: "ok", False: "bad", None: "skipped"}
 _STYLES = ("report.css", "robustness.css")
 _MAX_ROWS = 400  # differences and kills listed
-_MAX_RUNS = 6  # drawn in addition to the first
+_MAX_RUNS = 8  # drawn in addition to the first
 _MAX_ITEMS = 12  # items listed below a check
 
 
@@ -125,15 +125,15 @@ class PhaseResult:
 
 @dataclass(frozen=True, slots=True)
 class LossPlots:
-    """Losses of the runs, and their differences from the first.
+    """Losses of the runs, and their differences from the runs that they are compared with.
 
     Attributes:
         lead: Noise of the loss, as a sentence.
         runs: Runs that are drawn, the uninterrupted one first.
         plot: Plot of losses; None if there are no numbers.
-        differences: Differences of the other runs from the first, at common steps.
-        differences_lead: Names of the runs that are bit-identical to the first, as a sentence; it also says if all or
-            none are.
+        differences: Differences of runs from the runs that they are compared with, at common steps.
+        differences_lead: Names of the runs that are bit-identical to the run that they are compared with, as a
+            sentence; it also says if all or none are.
         differences_plot: Plot of differences; None if there are no steps.
         band: Noise and tolerance.
         note: Note that runs are omitted; "" if all are drawn.
@@ -317,12 +317,13 @@ def _check_result(report: RobustnessReport, phase: Mapping[str, Any], row: Mappi
 
 
 def _loss_plots(report: RobustnessReport) -> LossPlots | None:
-    runs = _run_curves(report)
-    if not runs:
+    rows = _drawn_runs(report)
+    if not rows:
         return None
+    runs = [RunCurve(_run_label(row, rows[0]), index, _points(row)) for index, row in enumerate(rows)]
     noise = noise_text(report, "loss")
-    band = NoiseBand(measured_noise(report, "loss"), _strictest_loss_tolerance(report))
-    differences = [curve for run in runs[1:] if (curve := _subtract_run(runs[0], run)).points]
+    band = NoiseBand(measured_noise(report, "loss"), *_strictest_loss_tolerance(report))
+    differences = list(_difference_curves(report, rows, runs))
     num_omitted = sum(bool(row["steps"]) for row in report.losses[1:]) - len(runs) + 1
     return LossPlots(
         lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
@@ -336,25 +337,23 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
     )
 
 
-def _run_curves(report: RobustnessReport) -> list[RunCurve]:
+def _drawn_runs(report: RobustnessReport) -> list[Mapping[str, Any]]:
+    """Return the entries of `losses` that are drawn, the uninterrupted run first."""
     first, others = report.losses[:1], [row for row in report.losses[1:] if row["steps"]]
-    rows = [*first, *sorted(others, key=_drawing_order)[:_MAX_RUNS]]
-    return [
-        RunCurve(
-            _run_label(row, first[0]),
-            index,
-            [(float(step), parse_number(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)],
-        )
-        for index, row in enumerate(rows)
-    ]
+    return [*first, *sorted(others, key=_drawing_order)[:_MAX_RUNS]]
+
+
+def _points(row: Mapping[str, Any]) -> list[tuple[float, float]]:
+    return [(float(step), parse_number(loss)) for step, loss in zip(row["steps"], row["losses"], strict=False)]
 
 
 def _run_label(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return the name of a run, with its steps if they are not those of the first run: `resumed-2 (steps 4-6)`."""
-    steps = row["steps"]
-    if not steps or steps == first["steps"]:
-        return str(row["run"])
-    return f"{row['run']} (step {steps[0]})" if len(steps) == 1 else f"{row['run']} (steps {steps[0]}-{steps[-1]})"
+    """Return the name of a run, with its mesh and steps if they differ from the first: `layout-1 (tp 2, steps 4-6)`."""
+    steps, mesh = row["steps"], row.get("mesh")
+    parts = [mesh] if mesh and mesh != first.get("mesh") else []
+    if steps and steps != first["steps"]:
+        parts.append(f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}")
+    return f"{row['run']} ({', '.join(parts)})" if parts else str(row["run"])
 
 
 def _drawing_order(row: Mapping[str, Any]) -> int:
@@ -363,16 +362,26 @@ def _drawing_order(row: Mapping[str, Any]) -> int:
     return 0 if name.startswith("resumed") else 2 if name.startswith("perturbed") else 1
 
 
-def _subtract_run(first: RunCurve, run: RunCurve) -> RunCurve:
-    """Return the absolute differences of a run from the first one, at their common steps."""
-    reference = dict(first.points)
-    return run._replace(
-        points=[
+def _difference_curves(
+    report: RobustnessReport, rows: Sequence[Mapping[str, Any]], runs: Sequence[RunCurve]
+) -> Iterator[RunCurve]:
+    """Yield the differences of each drawn run from the run that it is compared with, at their common steps.
+
+    The name of a curve has the other run if that is not the uninterrupted one: `layout-1 (tp 2) vs without-dropout`.
+    """
+    first = str(report.losses[0]["run"])
+    losses_by_run = {row["run"]: dict(_points(row)) for row in report.losses}
+    for row, run in zip(rows[1:], runs[1:], strict=True):
+        compared_with = row.get("compared_with", first)
+        reference = losses_by_run.get(compared_with, {})
+        points = [
             (step, abs(loss - reference[step]) if isfinite(loss) and isfinite(reference[step]) else nan)
             for step, loss in run.points
             if step in reference
         ]
-    )
+        if points:
+            name = run.name if compared_with == first else f"{run.name} vs {compared_with}"
+            yield run._replace(name=name, points=points)
 
 
 def _differences_lead(runs: Sequence[RunCurve]) -> str:
@@ -382,16 +391,20 @@ def _differences_lead(runs: Sequence[RunCurve]) -> str:
     return f"Bit-identical at every step: {', '.join(equal)}." if equal else "No run is bit-identical at every step."
 
 
-def _strictest_loss_tolerance(report: RobustnessReport) -> float | None:
-    """Return the strictest tolerance of the loss among the phases that allow any difference.
+def _strictest_loss_tolerance(report: RobustnessReport) -> tuple[float | None, str]:
+    """Return the strictest tolerance of the loss among the phases that allow any difference, and the phase's name.
 
     A check whose tolerance is the noise itself is that of the phase that measured the noise; it counts only if there is
-    no other. None if there is no tolerance above 0.
+    no other. None and "" if there is no tolerance above 0.
     """
-    rows = [row for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
-    tolerance_rows = [row for row in rows if row.get("noise_factor") != 1.0] or rows
-    limits = [parse_number(row["tolerance"]) for row in tolerance_rows if row.get("tolerance") is not None]
-    return min((limit for limit in limits if isfinite(limit) and limit > 0), default=None)
+    checks = [(phase, row) for phase in report.phases for row in phase.get("checks") or () if row["name"] == "loss"]
+    relevant_checks = [(phase, row) for phase, row in checks if row.get("noise_factor") != 1.0] or checks
+    limits = [
+        (parse_number(row["tolerance"]), phase_name(phase))
+        for phase, row in relevant_checks
+        if row.get("tolerance") is not None
+    ]
+    return min((each for each in limits if isfinite(each[0]) and each[0] > 0), default=(None, ""))
 
 
 def _retained_memory(report: RobustnessReport) -> Iterator[PhaseMemory]:

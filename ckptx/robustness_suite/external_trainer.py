@@ -393,7 +393,8 @@ class _CommandPhases:
 
     def _read_losses(self, run: CommandRun) -> Losses:
         losses = self._runs.read_losses(run)
-        self.report_builder.add_losses(run.name, losses.by_step)
+        reference = None if run.name == UNINTERRUPTED else UNINTERRUPTED
+        self.report_builder.add_losses(run.name, losses.by_step, reference)
         return losses
 
     # ------------------------------------------------------------------------------------------------- the report

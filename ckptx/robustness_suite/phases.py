@@ -185,7 +185,7 @@ def check_other_layouts(session: Session) -> Findings:
                 request = replace(
                     session.make_request(resume_from=checkpoint, snapshot_steps=[step]), recipe=recipe_without_dropout
                 )
-                base_result = session.train("without-dropout", request)
+                base_result = session.train("without-dropout", request, compared_with=None)
             findings.verdicts += _check_layout(session, layout, number, base_result, recipe_without_dropout)
     return _merge_verdicts(findings)
 
@@ -203,7 +203,7 @@ def _check_layout(
         session.make_request(resume_from=resharded, snapshot_steps=[step], saves={step: saved}, layout=layout),
         recipe=recipe,
     )
-    result = session.train(f"layout-{number}", request)
+    result = session.train(f"layout-{number}", request, compared_with="without-dropout")
     yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
     yield _compare_tensors(checkpoint, saved, layout_text)
     yield _loss_verdict(session, base_result, result, session.max_noise("loss"))

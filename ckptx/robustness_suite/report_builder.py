@@ -140,9 +140,21 @@ class ReportBuilder:
         """Return True if no phase failed."""
         return all(row["ok"] is not False for row in self.phases)
 
-    def add_losses(self, run: str, losses: Mapping[int, float]) -> None:
-        """Add the losses of a run."""
-        self.losses.append({"run": run, "steps": [*losses], "losses": [*map(json_number, losses.values())]})
+    def add_losses(
+        self, run: str, losses: Mapping[int, float], compared_with: str | None = None, mesh: str | None = None
+    ) -> None:
+        """Add the losses of a run.
+
+        Args:
+            run: Name of the run.
+            losses: Step -> loss.
+            compared_with: Name of the run whose losses are the reference; None for none.
+            mesh: Mesh as text; None if it is unknown.
+        """
+        numbers = [*map(json_number, losses.values())]
+        self.losses.append(
+            {"run": run, "steps": [*losses], "losses": numbers, "compared_with": compared_with, "mesh": mesh}
+        )
 
     def add(self, name: str, title: str, findings: Findings, seconds: float, **phase_fields: Any) -> dict[str, Any]:
         """Add the row of a phase and those of the items that differ; return the row of the phase.

@@ -169,8 +169,8 @@ def _run_phases(
     for phase in phases:
         run_phase(builder, session, phase, baseline)
     builder.noise = session.measured_noise
-    for name, losses in session.losses.items():
-        builder.add_losses(name, losses)
+    for name, run in session.runs.items():
+        builder.add_losses(name, run.losses, run.compared_with, run.mesh)
     return replace(
         builder.report(report, session.log),
         kills=session.kills or None,

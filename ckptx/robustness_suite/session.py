@@ -38,6 +38,21 @@ class InjectedFault:
     file_changes: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """A training run, for the report.
+
+    Attributes:
+        losses: Step -> loss.
+        compared_with: Name of the run whose losses are its reference; None for a run that is compared with no other.
+        mesh: Mesh as text.
+    """
+
+    losses: Mapping[int, float]
+    compared_with: str | None
+    mesh: str
+
+
 @dataclass(slots=True)
 class Session:
     """State of one run of `ckptx robustness`.
@@ -51,7 +66,7 @@ class Session:
         devices: Number of devices if each rank requires its own; None if ranks can share, as on a CPU.
         log: Receives notes for the user.
         injection: Injected fault; empty for none.
-        losses: Name of a run -> step -> loss.
+        runs: Training runs by name.
         kills: A row of the report for each killed save.
         memory_samples: Memory and threads of ranks after each task of the current phase.
         reference_files: Last snapshot of the files that the uninterrupted run saved; None before that run.
@@ -66,7 +81,7 @@ class Session:
     is_exact: bool
     log: Log
     injection: InjectedFault = field(default_factory=InjectedFault)
-    losses: dict[str, Mapping[int, float]] = field(default_factory=dict)
+    runs: dict[str, TrainedRun] = field(default_factory=dict)
     kills: list[dict[str, Any]] = field(default_factory=list)
     memory_samples: list[RetainedMemory] = field(default_factory=list)
     measured_memory: tuple[int, int] | None = None
@@ -114,13 +129,21 @@ class Session:
         call = partial(function, *args)
         return self.run_task("call_on_rank_0", call) if self.ranks.is_launched else call()
 
-    def train(self, name: str, request: RunRequest, ranks: Ranks | None = None) -> RunResult:
+    def train(
+        self,
+        name: str,
+        request: RunRequest,
+        ranks: Ranks | None = None,
+        *,
+        compared_with: str | None = "uninterrupted",
+    ) -> RunResult:
         """Run the trainer, and return the results of all ranks.
 
         Args:
             name: Name of the run, for its folder, its losses and injected faults.
             request: Request to send to the ranks, without events and log file.
             ranks: Ranks to use; None for those of the session.
+            compared_with: Name of the run whose losses are the reference; None for none.
         """
         request = replace(request, events=self.injection.events.get(name, {}), log_file=self.out / f"{name}.jsonl")
         if name in self.injection.request_changes:
@@ -128,7 +151,7 @@ class Session:
         layout = request.layout or request.recipe.layout
         result = self.run_task("train", request, world_size=layout.dims.world_size, ranks=ranks)
         assert isinstance(result, RunResult)
-        self.losses[name] = result.losses
+        self.runs[name] = TrainedRun(result.losses, compared_with, self.layout_text(layout))
         for line in result.log_lines:
             _logger.info("%s: %s", name, line)
         for note in result.notes:
@@ -198,7 +221,7 @@ class Session:
         if "uninterrupted" not in self._cache:
             saves = {step: self.checkpoint_path("uninterrupted", step) for step in self.saved_steps}
             request = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
-            self._cache["uninterrupted"] = self.train("uninterrupted", request)
+            self._cache["uninterrupted"] = self.train("uninterrupted", request, compared_with=None)
             self.reference_files = self.run_once(snapshot_files, self.folder("uninterrupted"))
         result = self._cache["uninterrupted"]
         assert isinstance(result, RunResult)

@@ -125,7 +125,8 @@ def test_resumed_runs_are_drawn_before_those_that_are_noise() -> None:
     phases = [phase("uninterrupted", True, exact), phase("layouts", True, noisy)]
     text = robustness_page(robust(losses=losses, phases=phases), "small")
     legend = Page(text).all("p", "legend")[1].text
-    assert legend.startswith("resumedresumed-2rerunperturbed-0") and legend.endswith("tolerance 3.84e-06")
+    assert legend.startswith("resumedresumed-2rerunperturbed-0")
+    assert legend.endswith("tolerance 3.84e-06 (phase layouts)")
 
 
 def test_runs_are_named_with_their_steps_and_those_without_a_loss_are_left_out() -> None:
@@ -140,6 +141,20 @@ def test_runs_are_named_with_their_steps_and_those_without_a_loss_are_left_out()
     names = [each.text for each in Page(text).all("p", "legend")[0:1]]
     assert names == ["uninterruptedresumed (steps 2-3)resumed-2 (step 3)rerun"]
     assert "in the --json report" not in text
+
+
+def test_a_run_is_drawn_against_the_run_that_it_is_compared_with() -> None:
+    losses = [
+        {"run": "uninterrupted", "steps": [1, 2], "losses": [3.0, 2.0], "compared_with": None, "mesh": "dp_shard 2"},
+        {"run": "rerun", "steps": [1, 2], "losses": [3.0, 2.0], "compared_with": "uninterrupted", "mesh": "dp_shard 2"},
+        {"run": "without-dropout", "steps": [2], "losses": [1.5], "compared_with": None, "mesh": "dp_shard 2"},
+        {"run": "layout-1", "steps": [2], "losses": [1.5], "compared_with": "without-dropout", "mesh": "tp 2"},
+    ]
+    found = Page(robustness_page(robust(losses=losses), "small"))
+    of_losses, of_differences = (each.text for each in found.all("p", "legend"))
+    assert of_losses == "uninterruptedrerunwithout-dropout (step 2)layout-1 (tp 2, step 2)"
+    assert of_differences.startswith("rerunlayout-1 (tp 2, step 2) vs without-dropout")
+    assert "Bit-identical at every step." in found.all("section")[1].text
 
 
 def test_a_passed_check_says_what_was_found() -> None:
@@ -161,7 +176,7 @@ def test_long_lists_are_cut_and_counted() -> None:
     report = robust(exit=1, phases=[phase("resume", False, row)], differing=rows, losses=runs)
     text = robustness_page(report, "small")
     assert len(text) < 200_000
-    assert "4,600 more differences" in text and "and 4,988 more" in text and "13 more runs" in text
+    assert "4,600 more differences" in text and "and 4,988 more" in text and "11 more runs" in text
 
 
 def heights(shapes: str) -> dict[float, float]:

@@ -141,7 +141,7 @@ def test_a_note_of_a_run_gives_its_mesh(
 
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **others: Any) -> None:
         raise UnsupportedError("LlamaForCausalLM: tp=4 does not divide num_key_value_heads=2")
 
     with ExitStack() as stack:

@@ -80,7 +80,9 @@ def test_a_report_has_the_rows_of_all_phases_so_far() -> None:
         ("uninterrupted", None),
         ("resumed", "no scheduler"),
     ]
-    assert report.losses == [{"run": "uninterrupted", "steps": [1, 2], "losses": [2.5, "nan"]}]
+    assert report.losses == [
+        {"run": "uninterrupted", "steps": [1, 2], "losses": [2.5, "nan"], "compared_with": None, "mesh": None}
+    ]
     assert report.differing == difference_rows("resumed", [BAD])
 
 

@@ -35,8 +35,9 @@ class RobustnessReport(Report):
             nothing failed.
         noise: `loss` and `logits`, each with the largest difference between identical runs (`repeated`) and between
             runs whose embedding was perturbed by 1 ULP (`perturbed`); null if there were no such runs.
-        losses: One entry per run: `run`, `steps`, `losses`. The first run is the uninterrupted one; the others are
-            compared with it.
+        losses: One entry per run: `run` (its name), `steps`, `losses`, `compared_with` (name of the run whose losses
+            are the reference; null for a run that is compared with no other) and `mesh` (null for a custom trainer).
+            The first run is the uninterrupted one.
         differing: One entry per item that differs: `phase` (its number), `check`, `item` and, if known, `rank`,
             `reference` and `actual`.
         kills: One entry per process that was killed while saving: `operation` (file system operation at which it was
