@@ -39,8 +39,8 @@ FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
 _ALLOWED_WITH_RECIPE = ("recipe", "overrides", "gpu_memory", "gpu", "search", "gpus")
 _MODEL_HELP = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
 _SEARCH_HELP = (
-    "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, each with the activation checkpointing and "
-    "microbatches that it needs."
+    "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, each with the least activation checkpointing that "
+    "fits. They are sorted by the time lost to recomputation and pipeline bubbles, then by the bytes sent per rank."
 )
 
 
@@ -80,7 +80,8 @@ class StepOptions(
     batch: Annotated[
         int | None,
         Option(
-            "Sequences per step and data-parallel rank; with --search, sequences per step and GPU.",
+            "Sequences per step and data-parallel rank; with --search, per GPU, so that every layout has the same "
+            "global batch.",
             TRAINING_STEP,
             minimum=1,
             maximum=2**16,

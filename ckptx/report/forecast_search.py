@@ -9,6 +9,12 @@ from ckptx.report.documents.forecast import SearchReport
 from ckptx.report.forecast_phrases import dims_text, other_precision_text, precision_text, step_text
 from ckptx.report.report import counted, human_bytes
 
+# Rules of the table, printed below it.
+_RULES = (
+    "order: least time lost (recomputed, idle), then least sent per rank, then lowest peak; free: after the reserve",
+    "AC mode: the first of none, selective, submodule and full that fits",
+    "microbatches: one sequence each without dp_shard; with dp_shard, the number that ranks first in this order",
+)
 _COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 
 
@@ -28,6 +34,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     ]
     if report.layouts:
         lines += _table([_COLUMN_TITLES, *(_cells(report, each) for each in report.layouts)])
+        lines += [f"  {each}" for each in _RULES]
     if report.layouts_too_large:
         lines.append("too large with every mode of activation checkpointing (smallest peak, without the reserve):")
         lines += [f"  {_layout_text(each['layout'])}: {human_bytes(each['peak'])}" for each in report.layouts_too_large]

@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--dtype", "fp32"], ["importing torch", "importing transformers", "building the model",
          "running the step without storage, 0 of 1 runs done"]),
         (["--search", "--gpus", "2", "--gpu-memory", "8GB"], ["importing torch", "searching layouts, 0 of 3 done",
-         "forecasting every rank of the best layout"]),
+         "forecasting every stage of the best layout"]),
     ],
     ids=["forecast", "search"],
 )  # fmt: skip

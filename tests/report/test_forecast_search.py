@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptx.report.forecast_search import layout_options, search_text, search_verdict
+from ckptx.report.forecast_search import _RULES, layout_options, search_text, search_verdict
 from ckptx.untrusted.printable import escape_strings
 from tests.report.made import searched
 
@@ -22,6 +22,7 @@ def test_a_table_of_what_fits_and_why_the_rest_does_not() -> None:
         ),
         f"{kept}  none        none  4.00 MiB       fully evaluated",
         "pp 2 x dp_shard 4  full     1 x 2 sequences  600.00 MiB  400.00 MiB  25.0%       20%   4.00 MiB",
+        *(f"  {each}" for each in _RULES),
         "too large with every mode of activation checkpointing (smallest peak, without the reserve):",
         "  dp_shard 8: 2.00 GiB",
         "not supported:",

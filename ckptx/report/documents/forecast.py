@@ -68,7 +68,7 @@ class SearchReport(Report):
             data-parallel rank), `sequences_per_microbatch`, `peak`, `between_steps` and `reserved` (bytes), `flops`
             and `recomputed_flops` (of the rank that computes most), `bubble_fraction` (fraction of a step in which a
             pipeline rank is idle), `sent_bytes` (by collective, of the rank that sends most), `is_fully_evaluated`
-            (true if every rank was forecast, and the extrapolation over layers was checked).
+            (true if every stage was forecast, and the extrapolation over layers was checked).
         layouts_too_large: Layouts that fit with no activation checkpointing mode and number of microbatches: `layout`,
             and the smallest `peak` evaluated, in bytes.
         unsupported_layouts: Layouts that are not supported: `layout` and `reason`.

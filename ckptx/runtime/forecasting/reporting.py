@@ -142,9 +142,11 @@ def build_search_report(
     tp_sizes = {each.dims.tp for each in mesh_results if not each.refusal_reason}
     assumptions = list_assumptions(task, tp_sizes.pop() if len(tp_sizes) == 1 else None, missing, False)
     assumptions.append(
-        "every layout runs the same step; most are extrapolated from few layers, microbatches and pipeline ranks; the "
-        "row marked fully evaluated was forecast for every rank, and its extrapolation over layers was checked"
+        "every layout runs the same step, extrapolated from few layers, microbatches and pipeline ranks; in the row "
+        "marked fully evaluated, every pipeline stage was forecast, and the extrapolation over layers was checked"
     )
+    if space.fixed.dp_replicate == 1:
+        assumptions.append("layouts with replicas (HSDP) are not searched; --dp-replicate sets the number of replicas")
     if space.fixed.tp is None and space.gpus > GPUS_PER_NODE:
         assumptions.append(
             f"tensor parallelism is limited to the {GPUS_PER_NODE} GPUs of a node; --tp sets another size"

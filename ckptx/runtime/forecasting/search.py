@@ -183,7 +183,7 @@ def search(space: SearchSpace, on_step: Callable[[str], None] = lambda _: None) 
     fitting = sorted((each for each in results if each.best is not None), key=_best_sort_key)
     other_results = [each for each in results if each.best is None]
     for number, result in enumerate(fitting[:_MAX_CONFIRMED]):
-        on_step("forecasting every rank of the best layout")
+        on_step("forecasting every stage of the best layout")
         fitting[number] = confirm(result, space.memory)
         if fitting[number].best is not None:
             break
