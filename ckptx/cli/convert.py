@@ -60,7 +60,7 @@ def command(**_: object) -> None:
 def to_dcp(call: CommandCall) -> int:
     """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: hf2dcp).
 
-    With a mesh, the output is that of reshard --to dcp. Under torchrun, the processes share the work.
+    With a mesh, the output is the same as that of reshard --to dcp. Under torchrun, the processes share the work.
     """
     return _run(call)
 

@@ -18,14 +18,14 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
 
-    The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh; tensors that TP
-    replicates are stored by TP rank 0 only, and other TP ranks read them from its files.
+    The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh. In a DCP, ranks
+    also read files of other ranks: only TP rank 0 stores the tensors that TP replicates.
 
     Sharded safetensors hold the shards of one rank in each file, unlike the shards of save_pretrained. They are loaded
     by from_pretrained (transformers 5.20 or later) and torch's HuggingFaceStorageReader; for vLLM, use convert to-hf.
 
-    Under torchrun, the processes share the work; their number need not be that of the mesh. The -- after -m keeps
-    torchrun from reading the options of ckptx.
+    Under torchrun, the processes share the work; their number need not be that of the mesh. In the last example, --
+    keeps torchrun from reading the options of ckptx.
     """
     from ckptx.api.reshard import reshard
     from ckptx.report.text import conversion_text

@@ -23,11 +23,13 @@ from ckptx.report.report import Report
     ],
 )
 def command(call: CommandCall) -> int:
-    """Repeat the training run that RECIPE describes, and test that its checkpoints can be reloaded, exported, resharded
-    and resumed exactly.
+    """Run the training that RECIPE describes several times, and test that its checkpoints can be reloaded, exported,
+    resharded and resumed exactly.
 
-    Exit 1 if a check fails. RECIPE is required, except with --inject list; its keys are listed in
-    https://ckptx.github.io/ckptx/recipes/
+    A recipe is a YAML file with model, data, batch sizes, mesh and optimizer of a short training run, or with the
+    command of your own trainer: https://ckptx.github.io/ckptx/recipes/
+
+    Exit 1 if a check fails. RECIPE is required, except with --inject list.
     """
     from ckptx.report.robustness import faults_text, progress_text, robustness_text, robustness_verdict
     from ckptx.robustness_suite import known_faults, robustness

@@ -36,8 +36,8 @@ class BufferOptions(Options):
     max_memory: Annotated[
         int | str,
         Option(
-            "Memory limit of the buffers for tensors that were saved non-contiguous, such as transposed views (all "
-            "threads together); not a limit of the process.",
+            "Used only for tensors that were saved non-contiguous, such as transposed views: memory limit of their "
+            "buffers (all threads together), not of the process.",
             EXECUTION,
             parse=parse_size,
         ),

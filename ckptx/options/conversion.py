@@ -50,13 +50,13 @@ FILES = Option(
     OUTPUT_CHECKPOINT,
     minimum=1,
     maximum=MAX_RANKS,
-    default="by size",
+    default="one per 256 MiB, at most 64",
 )
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC_HELP = (
-    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict of torch.save, a DCP, per-rank FSDP files or sharded "
-    "safetensors): a directory, file, index or Hub id."
+    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict of torch.save, a DCP, per-rank FSDP files, or "
+    "sharded safetensors with the shards of one rank in each file): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."
 
@@ -69,8 +69,8 @@ class ConversionOptions(
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Integers, quantization scales, and "
-            "tensors that the model or a mixed-precision --base keeps in fp32 are not cast.",
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, quantization "
+            "scales, and tensors that the model class in transformers, or a --base with several dtypes, keeps in fp32.",
             OUTPUT_CHECKPOINT,
             spellings=DTYPE_SPELLINGS,
         ),
@@ -105,7 +105,7 @@ class ConversionOptions(
         str | Path | None,
         Option(
             "HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes tensors "
-            "only.",
+            "only. Required for a training checkpoint without config.json.",
             SOURCE,
             metavar="PATH|none",
             default="SRC",
@@ -244,7 +244,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
         TiedMode,
         TIED._replace(
             help="Tied weights: copy (stored under both names), drop (stored under one name), or auto (as in the "
-            "original files if ckptx.json in SRC records them, else one name).",
+            "original files if convert or reshard recorded them in SRC, in ckptx.json, else one name).",
             metavar="auto|copy|drop",
         ),
     ] = "auto"
@@ -264,7 +264,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
             OUTPUT_CHECKPOINT,
             parse=parse_size,
             replaces=("shard_size", "max_file_size"),
-            default=f"the original shards if ckptx.json in SRC records them, else {SHARD_SIZE}",
+            default=f"the original shards if ckptx.json in SRC has them, else {SHARD_SIZE}",
         ),
     ] = None
     index: Annotated[

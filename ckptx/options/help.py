@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckptx.options.option import Options, Setting, settings_of
-from ckptx.options.sizes import parse_gpu_memory, parse_size
+from ckptx.options.sizes import GPU_GIB, parse_gpu_memory, parse_size
 
 
 class TableSwitch(NamedTuple):
@@ -120,7 +120,10 @@ def size_note(tables: Sequence[type[Options]]) -> str:
         )
     if parse_gpu_memory in parsers:
         subject = "Only --gpu-memory" if sentences else "--gpu-memory"
-        sentences.append(f"{subject} counts GB as GiB, as GPU vendors do: 80GB is 80 GiB.")
+        sentences.append(
+            f"{subject} counts GB as GiB, as GPU vendors do: 80GB is 80 GiB (--gpu h100 is {GPU_GIB['h100']} GiB, which "
+            "can be used). 80 without a unit is an error."
+        )
     return " ".join(sentences)
 
 

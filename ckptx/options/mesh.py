@@ -75,8 +75,9 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "Assignment of layers to stages: even (the first stages take the remainder), the rule of a framework, or "
-            "the layer count of each stage.",
+            "Assignment of layers to stages: even (the first stages take the remainder), vllm (the middle stages take "
+            "it), torchtitan (embedding and head count as a layer each), hf (the last stage takes it), or the layer "
+            "count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
             keywords=SPLIT_RULES,
@@ -91,8 +92,8 @@ class TpPlanOptions(MeshOptions):
     tp_plan: Annotated[
         str | Path | None,
         Option(
-            'JSON file {"pattern": "style"} with transformers module names; tensors that no pattern matches follow the '
-            "model's plan.",
+            'JSON file such as {"model.layers.*.mlp.up_proj": "colwise"}, with module names and TP styles of '
+            "transformers; * is any index. Other tensors follow the model's plan.",
             LAYOUT,
             metavar="FILE",
             default="the model's plan",

@@ -7,6 +7,19 @@ from pathlib import Path
 RECIPES_DIR = Path(__file__).parents[1] / "runtime" / "training" / "recipes"
 
 
+# What a built-in recipe runs on -> names; the recipes of a group are listed in this order.
+_RECIPES_BY_DEVICE = {
+    "on a CPU": ("llama_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
+    "on a CPU with its own training script": ("fsdp2_script", "accelerate", "transformers_trainer"),
+    "on GPUs": ("phi_4_squad", "gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "torchtitan"),
+}
+
+
 def list_shipped_recipes() -> tuple[str, ...]:
     """Return the names of the recipes that come with ckptx."""
     return tuple(sorted(each.stem for each in RECIPES_DIR.glob("*.yaml")))
+
+
+def shipped_recipes_text() -> str:
+    """Return the names of the recipes that come with ckptx, by what they run on: `llama_tiny, ... (on a CPU); ...`."""
+    return "; ".join(f"{', '.join(names)} ({device})" for device, names in _RECIPES_BY_DEVICE.items())

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from ckptx.options.option import EXECUTION, REPORT, Argument, Hook, Option
 from ckptx.options.output import ReportOutput
-from ckptx.options.recipes import list_shipped_recipes
+from ckptx.options.recipes import shipped_recipes_text
 from ckptx.options.source import LogOptions
 from ckptx.options.step import DeviceOptions, GpuMemoryOptions, RecipeOptions
 from ckptx.report.documents.robustness import RobustnessReport
@@ -23,7 +23,7 @@ _PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
     "3 load and save, 4 export, 5 other layouts, 6 resume and 7 killed saves (processes are killed during a save)."
 )
-_RECIPE_HELP = f"A YAML file, or a built-in recipe: {', '.join(list_shipped_recipes())}."
+_RECIPE_HELP = f"A YAML file, or a built-in recipe: {shipped_recipes_text()}."
 
 
 class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptions, kw_only=False):

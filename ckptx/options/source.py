@@ -23,8 +23,9 @@ class LogOptions(Options):
 
 REVISION = Option("Branch, tag or commit of a Hub repository.", SOURCE, metavar="REV", default="main")
 SOURCE_PREFIX = Option(
-    'Prefix before the model\'s own tensor names in a training checkpoint, e.g. "model." in "model.model.norm.weight"; '
-    'selects one of several models, such as EMA weights ("": the one without a prefix).',
+    'Prefix of the model\'s tensor names in a training checkpoint, e.g. "model." if "model.norm.weight" is stored as '
+    '"model.model.norm.weight". If it has several models, such as EMA weights, the prefix selects one ("": the one '
+    "without a prefix).",
     SOURCE,
     metavar="auto|TEXT",
     keywords=("auto",),
@@ -94,9 +95,9 @@ class TwoCheckpointOptions(HubOptions, SourcePrefixOptions):
     source_prefix: Annotated[
         str,
         SOURCE_PREFIX._replace(
-            help='Prefix before the model\'s own tensor names in each training checkpoint that has it, e.g. "model." '
-            'in "model.model.norm.weight"; selects one of several models, such as EMA weights ("": the one without a '
-            "prefix)."
+            help='Prefix of the model\'s tensor names in each training checkpoint that has it, e.g. "model." if '
+            '"model.norm.weight" is stored as "model.model.norm.weight". If a checkpoint has several models, such as '
+            'EMA weights, the prefix selects one ("": the one without a prefix).'
         ),
     ] = "auto"
 

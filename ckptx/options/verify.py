@@ -56,8 +56,7 @@ class StrictOptions(Options):
         bool,
         Option(
             "Also exit 1 if optimizer state or other state could not be compared, for example because only one "
-            "checkpoint has it; with --run, if the result is inconclusive (the tolerance is too large to detect "
-            "errors).",
+            "checkpoint has it; with --run, if the result is inconclusive.",
             COMPARISON,
         ),
     ] = False
@@ -84,11 +83,11 @@ class RunOptions(
     reference_memory: Annotated[
         int | str | None,
         Option(
-            "Memory limit of the reference model; a larger reference runs in parts, one after another. With one rank, "
-            "the limit covers both models.",
+            "Memory limit of the reference model on its device; a larger reference runs in parts, one after another. "
+            "With one rank, the limit covers both models.",
             MEMORY_LIMITS,
             parse=parse_size,
-            default="free memory",
+            default="free memory of the device",
         ),
     ] = None
     compute_dtype: Annotated[

@@ -6,7 +6,7 @@ import re
 
 from msgspec import structs
 
-from ckptx.options.recipes import list_shipped_recipes
+from ckptx.options.recipes import list_shipped_recipes, shipped_recipes_text
 from ckptx.runtime.training.recipe import Recipe
 from tests.support.import_tool import tool
 
@@ -31,3 +31,8 @@ def test_every_shipped_recipe_that_trains_here_is_listed() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert listed <= set(list_shipped_recipes())
     assert {"llama_tiny", "gemma4_31b", "phi_4_squad"} <= listed
+
+
+def test_the_help_lists_every_recipe_once() -> None:
+    listed = re.findall(r"[a-z]\w*_\w+|accelerate|torchtitan", shipped_recipes_text())
+    assert sorted(listed) == [*list_shipped_recipes()]
