@@ -121,8 +121,8 @@ def size_note(tables: Sequence[type[Options]]) -> str:
     if parse_gpu_memory in parsers:
         subject = "Only --gpu-memory" if sentences else "--gpu-memory"
         sentences.append(
-            f"{subject} counts GB as GiB, as GPU vendors do: 80GB is 80 GiB (--gpu h100 is {GPU_GIB['h100']} GiB, which "
-            "can be used). 80 without a unit is an error."
+            f"{subject} counts GB as GiB, as GPU vendors do: 80GB is 80 GiB (--gpu h100 stands for "
+            f"its usable {GPU_GIB['h100']} GiB). It rejects 80 without a unit."
         )
     return " ".join(sentences)
 
