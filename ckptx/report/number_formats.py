@@ -42,6 +42,8 @@ def peak_memory_text(report: Report) -> tuple[str, str]:
 
 
 _FORMAT_NAMES = {
+    "huggingface": "HF safetensors",
+    "dcp": "DCP",
     "sharded": "sharded safetensors",
     "fsdp": "per-rank FSDP files",
     "bin": "pytorch_model.bin",

@@ -32,8 +32,8 @@ _TIE_RESULTS = {
     "alias": "one tensor with two names",
     "copy": "stored under both names",
 }
-# Source of the facts about the model class -> how the summary describes the class.
-_CLASS_SOURCES = {"table": "known class", "meta model": "known from its code", "suffix table": "unknown class"}
+# Source of the facts about a model class that is not in the tables -> how the summary describes the class.
+_CLASS_SOURCES = {"meta model": "known from its code", "suffix table": "unknown class"}
 
 
 def conversion_text(report: ConversionReport) -> str:
@@ -43,11 +43,11 @@ def conversion_text(report: ConversionReport) -> str:
         files = report.files or ()
         copies = ", tied tensors once per copy" if report.ledger["target"]["copies"] else ""
         lines[0] += f"; would read {human_bytes(report.bytes_read)}{copies}"
-        lines[0] += f"; buffer limit {human_bytes(report.buffer_bytes or 0)} (--max-memory)"
-        lines += [
-            f"  {row['name']}  {human_bytes(row['bytes'])}" + _tensors_text(row["tensors"])
-            for row in _first_rows(files)
-        ]
+        lines[0] += f"; {human_bytes(report.free_space or 0)} free on the disk"
+        rank_texts = {name: _rank_text(row) for row in report.ranks for name in row["files"]}
+        for row in _first_rows(files):
+            size = f"{human_bytes(row['bytes'])}{_tensors_text(row['tensors'])}"
+            lines.append(f"  {row['name']}  {size}{rank_texts.get(row['name'], '')}")
         if len(files) > _MAX_ROWS:
             lines.append(f"  and {counted(len(files) - _MAX_ROWS, 'more file')}, --json lists all")
         if report.exit:
@@ -55,8 +55,8 @@ def conversion_text(report: ConversionReport) -> str:
             lines.append(f"NOT ENOUGH SPACE: {human_bytes(report.output_bytes)} required, {free} free")
     if report.architecture:
         known_from = report.architecture["known_from"]
-        class_source = _CLASS_SOURCES.get(known_from, known_from)
-        lines.append(f"architecture: {report.architecture['class']} ({class_source})")
+        class_source = "" if known_from == "table" else f" ({_CLASS_SOURCES.get(known_from, known_from)})"
+        lines.append(f"architecture: {report.architecture['class']}{class_source}")
     if report.config_check and report.config_check["note"]:
         lines.append(f"config.json: {report.config_check['note']}")
     if report.names:
@@ -179,7 +179,8 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     mean = sum(sizes) / len(sizes)
     mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
     per_rank = f"file bytes per rank: mean {human_bytes(mean)}, max {human_bytes(max(sizes))}"
-    lines = [f"mesh: {mesh}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
+    output = f" as {format_text(report.format)}" if report.format else ""
+    lines = [f"mesh: {mesh}{output}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
             layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
@@ -191,11 +192,23 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
         counts[row["rule"], row["dim"] is not None] += row["tensors"]
     for (rule, is_sharded), count in counts.items():
         if rule == "default":
-            lines.append(f"  TP: {counted(count, 'tensor')} replicated (no rule)")
+            patterns = [row["pattern"] for row in rules if row["rule"] == rule]
+            lines.append(
+                f"  TP: {counted(count, 'tensor')} replicated, not named in the plan ({_first_pattern(patterns)})"
+            )
         else:
             placement = "sharded" if is_sharded else "replicated"
             lines.append(f"  TP: {counted(count, 'tensor')} {placement} by {_rule_text(rule)}")
     return lines
+
+
+def _first_pattern(patterns: Sequence[str]) -> str:
+    return patterns[0] + (", ..." if len(patterns) > 1 else "")
+
+
+def _rank_text(row: Mapping[str, Any]) -> str:
+    """Return the rank of a file with its coordinates: `  rank 1 (stage 0, dp 0, tp 1)`."""
+    return f"  rank {row['rank']} (stage {row['stage']}, dp {row['dp']}, tp {row['tp']})"
 
 
 def _rule_text(rule: str) -> str:
@@ -239,7 +252,7 @@ def inspect_text(report: InspectionReport) -> str:
         plain = report.quantization["not_quantized"]
         lines += [f"  quantized     {_scheme_text(row)}" for row in report.quantization["schemes"]]
         lines.append(f"  not quantized {counted(plain['tensors'], 'tensor')}, {human_bytes(plain['bytes'])}")
-        lines.append(f"  dequantized   {human_bytes(report.quantization['dequantized_bytes'])} in BF16")
+        lines.append(f"  size in BF16  {human_bytes(report.quantization['dequantized_bytes'])}, if dequantized")
     if report.other_files:
         lines.append(f"  other files   {_first_names(report.other_files, 12)}")
     if report.selected_tensors is not None:
@@ -279,7 +292,7 @@ def diff_text(report: DiffReport) -> str:
     else:
         verb = "has" if report.compared == 1 else "have"
         lines.append(
-            f"equal: {counted(report.compared, 'tensor')} {verb} equal shapes and dtypes{_uncompared_clause(report)}"
+            f"EQUAL: {counted(report.compared, 'tensor')} {verb} equal shapes and dtypes{_uncompared_clause(report)}"
         )
     return "\n".join(lines)
 
@@ -291,7 +304,7 @@ def verify_text(report: VerifyReport) -> str:
     compared = counted(report.compared, "tensor")
     if report.exit == 0:
         lines.append(
-            f"equal: {compared} compared bit for bit, {bytes_read_text(report)} from both checkpoints"
+            f"EQUAL: {compared} compared bit for bit, {bytes_read_text(report)} from both checkpoints"
             f"{_uncompared_clause(report)}"
         )
     elif rows:

@@ -32,7 +32,7 @@ def run_text(report: RunReport) -> str:
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
     per_rank = " per rank" if report.stages == 1 else ""
     read = f"{bytes_read_text(report)} in total"
-    lines.append(f"ran on {kinds} inputs in {report.compute_dtype}, {mesh}; {tensors}{per_rank}, {read}")
+    lines.append(f"ran on random {kinds} inputs in {report.compute_dtype}, {mesh}; {tensors}{per_rank}, {read}")
     if report.stages > 1:
         lines.append(
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} per step, "
@@ -104,7 +104,7 @@ def _verdict_text(report: RunReport) -> str:
     """Return the verdict: the levels that differ, or those that are equal or within tolerance; then inconclusive ones.
 
     Example:
-        equal: config, tensor bytes; within tolerance: logits/loss, gradients
+        EQUAL: config, tensor bytes; within tolerance: logits/loss, gradients
     """
     levels = _LEVELS if report.gradients is not None else _LEVELS[:-1]
     different = {row["level"] for row in report.differing}
@@ -113,7 +113,7 @@ def _verdict_text(report: RunReport) -> str:
         groups = {"DIFFERENT": different}
     else:
         with_tolerance = _levels_with_tolerance(report)
-        groups = {"equal": {*levels} - with_tolerance - inconclusive, "within tolerance": with_tolerance - inconclusive}
+        groups = {"EQUAL": {*levels} - with_tolerance - inconclusive, "within tolerance": with_tolerance - inconclusive}
     groups["INCONCLUSIVE"] = inconclusive
     texts = (
         (title, [_level_text(level) for level in levels if level in selected]) for title, selected in groups.items()

@@ -326,15 +326,15 @@ def test_one_process_asks_for_the_forecast(
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({}, "equal: config, tensor bytes, gradients; within tolerance: logits/loss"),
+        ({}, "EQUAL: config, tensor bytes, gradients; within tolerance: logits/loss"),
         (
             {"gradient_differences": [{"name": "x", "max_abs": 0.0, "tolerance": 0.1}]},
-            "equal: config, tensor bytes; within tolerance: logits/loss, gradients",
+            "EQUAL: config, tensor bytes; within tolerance: logits/loss, gradients",
         ),
-        ({"max_abs_tolerance": 0.0}, "equal: config, tensor bytes, logits/loss, gradients"),
+        ({"max_abs_tolerance": 0.0}, "EQUAL: config, tensor bytes, logits/loss, gradients"),
         (
             {"inconclusive": [{"level": "forward", "name": "logits", "tolerance": 9.0, "magnitude": 1.0}]},
-            "equal: config, tensor bytes, gradients; INCONCLUSIVE: logits/loss",
+            "EQUAL: config, tensor bytes, gradients; INCONCLUSIVE: logits/loss",
         ),
         (
             {"differing": [{"level": "forward", "name": "logits", "rank": 0, "max_abs": 2.0, "tolerance": 1.0}]},

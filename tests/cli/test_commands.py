@@ -146,7 +146,7 @@ def test_verify_finds_a_difference_and_exits_with_1(tmp_path: Path, hf: Path) ->
     said = run("verify", hf, other)
     assert said.stdout.startswith("model.norm.weight: content, first difference at [0]: 0x")
     assert "DIFFERENT: 1 of 21 tensors differ" in said.stdout
-    assert "equal: 21 tensors compared bit for bit" in run("verify", hf, hf).stdout
+    assert "EQUAL: 21 tensors compared bit for bit" in run("verify", hf, hf).stdout
 
 
 def test_diff_finds_names_shapes_and_dtypes(tmp_path: Path, hf: Path) -> None:

@@ -375,7 +375,7 @@ def test_quiet_leaves_one_line_of_verify(tmp_path: Path, command: str, differs: 
     result = CliRunner().invoke(cli, ["-q", command, str(hf), str(other)], standalone_mode=False)
     assert result.return_value == int(differs)
     (line,) = result.stdout.splitlines()
-    assert line.startswith("DIFFERENT: 1 of 22 tensors differ; extra: " if differs else "equal: 21 tensors")
+    assert line.startswith("DIFFERENT: 1 of 22 tensors differ; extra: " if differs else "EQUAL: 21 tensors")
 
 
 @pytest.mark.parametrize(

@@ -564,6 +564,6 @@ def test_a_base_without_a_tokenizer_is_noted(tmp_path: Path, name: str | None) -
     if name is not None:
         (base / name).write_text("{}")
     notes = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base).notes
-    expected = f"{base}: has no tokenizer files, so the output has none; vLLM and SGLang need them"
+    expected = f"no tokenizer files in {base}, so the output has none; vLLM and SGLang need them"
     assert (expected in notes) == (name is None)
     assert expected not in ckptx.reshard(tmp_path / "dcp", tmp_path / "cut", tp=2, base=base).notes

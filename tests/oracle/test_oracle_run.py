@@ -289,7 +289,7 @@ def test_the_command_starts_its_ranks_itself(hf_of: Callable[[str], Path], tmp_p
     hf = str(hf_of("llama-untied"))
     result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "2"], standalone_mode=False)
     assert result.return_value == 0, result.stderr
-    assert "ran on text inputs in float32, tp 2 x dp_shard 1 (2 ranks)" in result.stdout
+    assert "ran on random text inputs in float32, tp 2 x dp_shard 1 (2 ranks)" in result.stdout
     result = CliRunner().invoke(cli, ["verify", hf, hf, "--run", "--tp", "3"], standalone_mode=False)
     assert result.return_value == 4
     assert "num_attention_heads=4, num_key_value_heads=2" in result.stderr

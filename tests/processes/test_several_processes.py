@@ -251,5 +251,5 @@ def test_torchrun_runs_a_model_on_its_ranks(tmp_path: Path) -> None:
     write(EVERY["llama-tied"], hf)
     done = torchrun(2, "verify", hf, hf, "--run", "--tp", 2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ran on text inputs in float32, tp 2 x dp_shard 1 (2 ranks)") == 1
-    assert done.stdout.count("equal: config, tensor bytes; within tolerance: logits/loss, gradients") == 1
+    assert done.stdout.count("ran on random text inputs in float32, tp 2 x dp_shard 1 (2 ranks)") == 1
+    assert done.stdout.count("EQUAL: config, tensor bytes; within tolerance: logits/loss, gradients") == 1

@@ -178,7 +178,7 @@ def test_a_long_list_of_differences_is_cut_and_says_so() -> None:
 
 def test_a_diff_without_differences() -> None:
     report = DiffReport(command="diff", parameters=9, compared=1, total=1, differing=[], tied_tensors=[])
-    assert diff_text(report) == "equal: 1 tensor has equal shapes and dtypes"
+    assert diff_text(report) == "EQUAL: 1 tensor has equal shapes and dtypes"
 
 
 def test_a_report_is_short_in_a_terminal() -> None:

@@ -179,9 +179,9 @@ def check_conversion(
         rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
         rf"(?: \(({NUMBER})(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE}) in files"
         rf"(?:, ({SIZE}) of it by an earlier, interrupted run)?"
-        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; buffer limit ({SIZE}) \(--max-memory\))?"
+        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; ({SIZE}) free on the disk)?"
     )
-    verb, tensors, stored, copies, aliases, size, rest, reads, buffers = head.groups()
+    verb, tensors, stored, copies, aliases, size, rest, reads, free = head.groups()
     shown = [parse_count(each or "0") for each in (copies, aliases)]
     assert parse_count(tensors) == document["tensors"] == target["tensors"]
     assert shown == [target["copies"], target["aliases"]]
@@ -190,12 +190,16 @@ def check_conversion(
     assert is_size(size, document["output_bytes"])
     assert (verb == "would write ") is is_dry and (reads is not None) is is_dry
     if is_dry:
-        assert is_size(reads, document["bytes_read"]) and is_size(buffers, document["buffer_bytes"])
-        listed = lines.every(rf"  (\S+)  ({SIZE})(?:  ({NUMBER}) tensors?)?")
+        assert is_size(reads, document["bytes_read"]) and is_size(free, document["free_space"])
+        listed = lines.every(
+            rf"  (\S+)  ({SIZE})(?:  ({NUMBER}) tensors?)?(?:  rank (\d+) \(stage \d+, dp \d+, tp \d+\))?"
+        )
         rows = {row["name"]: row for row in document["files"]}
         for match in listed:
             assert is_size(match[2], rows[match[1]]["bytes"])
             assert parse_count(match[3] or "0") == rows[match[1]]["tensors"]
+            ranks = [row["rank"] for row in document["ranks"] if match[1] in row["files"]]
+            assert ranks == ([] if match[4] is None else [int(match[4])])
         assert len(listed) == min(len(rows), 20)
         assert sum(row["bytes"] for row in rows.values()) == document["output_bytes"] == document["bytes_written"]
         lines.every(rf"  and {NUMBER} more files, --json lists all")
@@ -302,7 +306,8 @@ def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryConte
 def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -> None:
     layout = document.get("layout")
     found = lines.every(
-        rf"mesh: tp (\d+) x pp (\d+) x dp_shard (\d+), (?:file bytes per rank: mean ({SIZE}), max|1 rank,) ({SIZE})"
+        r"mesh: tp (\d+) x pp (\d+) x dp_shard (\d+) as (?:DCP|sharded safetensors), "
+        rf"(?:file bytes per rank: mean ({SIZE}), max|1 rank,) ({SIZE})"
     )
     assert len(found) == (layout is not None)
     if layout is None:
@@ -325,7 +330,9 @@ def _check_layout(lines: Lines, document: Mapping[str, Any], dst: Path | None) -
     for match in stages:
         spans = [(path, int(a), int(b) + 1) for path, a, b in re.findall(r"([\w.]+)\.(\d+)-(\d+)", match[2])]
         assert [list(each) for each in spans] == layout["stages"][int(match[1])]
-    rules = lines.every(rf"  TP: ({NUMBER}) tensors? (replicated \(no rule\)|(?:sharded|replicated) by .*)")
+    rules = lines.every(
+        rf"  TP: ({NUMBER}) tensors? (replicated, not named in the plan \(.*\)|(?:sharded|replicated) by .*)"
+    )
     placed = sum(row["tensors"] for row in document["rules"])
     assert sum(parse_count(match[1]) for match in rules) == (placed if tp > 1 else 0)
     sharded = sum(parse_count(match[1]) for match in rules if match[2].startswith("sharded"))
@@ -401,7 +408,7 @@ def check_verification(said: CommandResult, compared: int, differing: int, every
     document, lines = said.document, Lines(said.text)
     assert (document["compared"], len(document["differing"])) == (compared, differing)
     if not differing:
-        equal = rf"equal: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read from both checkpoints"
+        equal = rf"EQUAL: ({NUMBER}) tensors? compared bit for bit, ({SIZE}) read from both checkpoints"
         line = lines.one(equal + uncompared_pattern(document))
         assert parse_count(line[1]) == compared and is_size(line[2], document["bytes_read"])
     else:
@@ -434,7 +441,7 @@ def check_difference(said: CommandResult, common: int) -> None:
         assert said.document["total"] == common + only_in_one
         assert (parse_count(line[1]), parse_count(line[2])) == (len(rows), common + only_in_one)
     else:
-        equal = rf"equal: ({NUMBER}) tensors? ha(?:s|ve) equal shapes and dtypes"
+        equal = rf"EQUAL: ({NUMBER}) tensors? ha(?:s|ve) equal shapes and dtypes"
         assert parse_count(lines.one(equal + uncompared_pattern(said.document))[1]) == common
     assert len(lines.every(r"tied: .*")) == len(said.document["tied_tensors"])
     assert len(lines.every(r"[\w.]+: (?:missing|shape|dtype).*")) == min(20, len(rows))

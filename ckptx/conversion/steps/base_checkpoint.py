@@ -85,7 +85,7 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
     if adjacent.config is not None:
         return adjacent
     if config_need == "none":
-        note = "no config.json: tied weights are not detected, every tensor is converted unchanged"
+        note = "no config.json: tied weights are not detected, no tensor is renamed or fused"
         return replace(adjacent, notes=(*adjacent.notes, note))
     if config_need == "unless recorded":
         return _base_without_config(adjacent)

@@ -63,7 +63,7 @@ def collect_sidecars(
     has_tokenizer = any(is_tokenizer_file(PurePosixPath(name).name) for name in names)
     if needs_tokenizer and not has_tokenizer and _has_vocabulary(base.config or {}):
         root = base.sidecar_source.root
-        notes.append(f"{root}: has no tokenizer files, so the output has none; vLLM and SGLang need them")
+        notes.append(f"no tokenizer files in {root}, so the output has none; vLLM and SGLang need them")
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
     outside_links = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
     if outside_links:

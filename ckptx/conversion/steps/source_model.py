@@ -186,7 +186,7 @@ def check_against_config(view: ModelView, base: BaseCheckpoint, *, allow_config_
     if view.config is None:
         return ConfigCheck(None)
     if architecture is None:
-        note = "config.json names no architecture: tied weights are not detected, every tensor is converted unchanged"
+        note = "config.json names no architecture: tied weights are not detected, no tensor is renamed or fused"
         return ConfigCheck(None, (note,))
     match = match_config(view)
     notes = match.extra_notes(architecture.class_name, are_written=True)

@@ -97,6 +97,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         dtypes=conversion.ledger.dtypes,
         ranks=_rank_entries(conversion),
         notes=list(log.notes),
+        format=conversion.allocation.catalog.format,
         output_bytes=output_bytes,
         parameters=conversion.ties.parameters,
         architecture=None

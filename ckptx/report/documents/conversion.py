@@ -15,6 +15,7 @@ class ConversionReport(Report):
 
     Attributes:
         parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
+        format: Format of the output: `huggingface`, `dcp` or `sharded`.
         output_bytes: Bytes of all files of the output, including those of an earlier, interrupted run.
         architecture: `class` and `known_from` (source of the model metadata); null if the class is unknown.
         ledger: Counts of tensors: all of the source (`source`), and of these by outcome: `written`, `tied`, `merged`,
@@ -74,6 +75,7 @@ class ConversionReport(Report):
         "reshard",
     )
 
+    format: str = ""
     parameters: int
     output_bytes: int
     architecture: dict[str, str] | None
