@@ -44,7 +44,7 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
     verdict_line = verdict(report)
     lines.append(verdict_line if report.fits is not False else red(verdict_line))
     if other := other_precision_text(report):
-        lines.append(other)
+        lines.append(f"alternative: {other}")
     lines.append(f"done in {report.seconds:.1f} s")
     return "\n".join(lines)
 
@@ -77,4 +77,4 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
         for each in row["largest_tensors"]
     )
     yield from (line if count == 1 else f"{line} ({count} of this size)" for line, count in counts.items())
-    yield f"  {flops_text(row)}{f'; {communication_text(row)}' if row['sent_bytes'] else ''}"
+    yield f"  per rank: {flops_text(row)}{f'; {communication_text(row)}' if row['sent_bytes'] else ''}"

@@ -6,8 +6,9 @@ Names of modules and models are untrusted; the template escapes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ckptx.report.area_plot import Area, Scale, Slot, area_plot, make_slots
@@ -34,8 +35,8 @@ from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
 _AXIS_NOTE = (
-    "The horizontal axis shows the parts of a step in order, not their duration. F: forward, B: backward (shaded), "
-    "C: gradient clipping, O: optimizer step."
+    "The horizontal axis shows the parts of a step in order, not their duration; backward passes are shaded. In short "
+    "labels, F is forward, B backward, C gradient clipping and O the optimizer step."
 )
 # Kind of memory -> number of its color in report.css, from the bottom of the plot to its top, longest-lived first.
 _COLOR_BY_KIND = {
@@ -168,13 +169,13 @@ def _heading(report: ForecastReport, model: str) -> ForecastHeading:
         ("settings", settings_text(report)),
     ]
     if other := other_precision_text(report):
-        facts.append(("mixed precision", other))
+        facts.append(("alternative", other))
     css_class = {True: "ok", False: "bad", None: "known"}[report.fits]
     return ForecastHeading(report.architecture, model, css_class, word, text, facts)
 
 
 def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> StageSection:
-    facts = [f"{human_bytes(row['between_steps'])} between steps", flops_text(row)]
+    facts = [f"{human_bytes(row['between_steps'])} between steps", f"per rank: {flops_text(row)}"]
     if row["checkpointed_layers"]:
         facts.append(f"{counted(row['checkpointed_layers'], 'layer')} checkpointed")
     if row["sent_bytes"]:
@@ -205,18 +206,34 @@ def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale)
     )
 
 
+def _slot_places(slots: Sequence[Slot]) -> Iterator[str]:
+    """Yield where each slot is in its pass: `, layers.0` or `, before the layers`; empty in a pass without layers.
+
+    In a forward pass, the embedding runs before the layers, and the final norm, head and loss after them; in a backward
+    pass, it is the reverse.
+    """
+    for _, group in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
+        slots_of_pass = list(group)
+        indices = [index for index, slot in enumerate(slots_of_pass) if slot.layer]
+        for index, slot in enumerate(slots_of_pass):
+            if slot.layer or not indices:
+                yield f", {slot.layer}" if slot.layer else ""
+            else:
+                side = "before" if index < indices[0] else "after" if index > indices[-1] else "between"
+                yield f", {side} the layers"
+
+
 def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
     slots = make_slots(row["timeline"])
     if not slots:
         return None
     kinds = list(report.memory_kinds)
+    places = {id(slot): place for slot, place in zip(slots, _slot_places(slots), strict=True)}
 
     def slot_text(slot: Slot) -> str:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.bytes_by_kind, strict=True) if size]
         pass_name = pass_text(report, slot.phase, slot.microbatch)
-        return (
-            f"{pass_name}, {slot.layer or 'outside layers'}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
-        )
+        return f"{pass_name}{places[id(slot)]}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
 
     def pass_names(phase: str, microbatch: int) -> Sequence[str]:
         letter = "I" if phase == "build" else phase[0].upper()

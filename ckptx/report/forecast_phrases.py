@@ -27,10 +27,11 @@ def dims_text(layout: Mapping[str, int]) -> str:
 
 
 def batch_text(report: ForecastReport) -> str:
-    """Return the batch of a data-parallel rank: `batch 2 x 1,024 tokens in 2 microbatches, 1f1b`."""
+    """Return the batch of a data-parallel rank: `batch 2 x 1,024 tokens in 2 microbatches (0-1), 1f1b`."""
     step = report.settings
     images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
-    microbatches = f" in {step['microbatches']} microbatches" if step["microbatches"] > 1 else ""
+    count = step["microbatches"]
+    microbatches = f" in {count} microbatches (0-{count - 1})" if count > 1 else ""
     schedule = f", {step['schedule']}" if step["schedule"] else ""
     return f"batch {step['batch']:,} x {step['seq']:,} tokens{images}{microbatches}{schedule}"
 
@@ -111,12 +112,12 @@ def place_text(tensor: Mapping[str, Any]) -> str:
 
 
 def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
-    """Return the FLOPs and the recomputed share of them: `56.2 TFLOPs, 8.1% recomputed`."""
+    """Return the FLOPs of a step and the recomputed share of them: `56.2 TFLOP per step, 8.1% recomputed`."""
     flops, recomputed = (row.flops, row.recomputed_flops) if isinstance(row, ForecastReport) else (
         row["flops"], row["recomputed_flops"],
     )  # fmt: skip
     share = f"{recomputed / flops:.1%}" if recomputed else "none"
-    return f"{human_count(flops)}FLOPs, {share} recomputed"
+    return f"{human_count(flops)}FLOP per step, {share} recomputed"
 
 
 def communication_text(row: Mapping[str, Any]) -> str:
@@ -175,7 +176,11 @@ def precision_text(step: Mapping[str, Any]) -> str:
 
 
 def other_precision_text(report: ForecastReport | SearchReport) -> str:
-    """Return the peak in the other common precision, and the options for it; empty if the report has none."""
+    """Return the peak in the other common precision, and the options for it; empty if the report has none.
+
+    Example:
+        float32 parameters, computed in bfloat16 (--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): FITS: peak ...
+    """
     other = report.other_precision
     if other is None:
         return ""
@@ -187,4 +192,4 @@ def other_precision_text(report: ForecastReport | SearchReport) -> str:
         if report.gpu_memory is None
         else _fit_text(report.gpu_memory, other["peak"], other["reserved"], peak)
     )
-    return f"with {precision_text({**report.settings, **other})} ({options}): {fit}"
+    return f"{precision_text({**report.settings, **other})} ({options}): {fit}"

@@ -109,7 +109,7 @@ def test_each_slot_says_what_it_is() -> None:
         "backward of microbatch 0, layers.0: 20.00 MiB: parameters 4.00 MiB, gradients 4.00 MiB, "
         "optimizer 8.00 MiB, activations 2.00 MiB, temporaries 2.00 MiB"
     )
-    assert titles[3].startswith("optimizer step, outside layers: 12.00 MiB")
+    assert titles[3].startswith("optimizer step: 12.00 MiB")
 
 
 def test_gpu_memory_is_a_line_where_it_is_near() -> None:

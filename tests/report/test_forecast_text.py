@@ -36,11 +36,11 @@ def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
     lines = forecast_text(forecasted(seconds=2.5)).splitlines()
     assert lines == [
         "SomeForCausalLM, 4,000,000 parameters, on tp 2 x pp 2, 4 ranks",
-        "per data-parallel rank: batch 2 x 1,024 tokens in 2 microbatches, 1f1b",
+        "per data-parallel rank: batch 2 x 1,024 tokens in 2 microbatches (0-1), 1f1b",
         "float32, gathered in bfloat16, adamw, loss on sharded logits, activation checkpointing full",
         *block("stage 0", 1),
         *block("stage 1", 2),
-        "all ranks: 16 TFLOPs, 25.0% recomputed",
+        "all ranks: 16 TFLOP per step, 25.0% recomputed",
         "assumptions:",
         "  bytes of tensors",
         "  no fragmentation",
@@ -70,7 +70,7 @@ def block(name: str, times: int) -> list[str]:
         "  largest tensors at the peak",
         "       2.00 MiB  temporaries  float32 [2, 3] from aten::exp, in lm_head",
         "       1.00 MiB  temporaries  float32 [2, 3] from aten::exp, outside modules",
-        "  4 TFLOPs, 25.0% recomputed; sent per step: 1.00 MiB in all-gather",
+        "  per rank: 4 TFLOP per step, 25.0% recomputed; sent per step: 1.00 MiB in all-gather",
     ]  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_settings_are_said() -> None:
         "reduce_dtype": "float32", "batch": 1,
     }  # fmt: skip
     report = alone(settings=step)
-    assert batch_text(report) == "batch 1 x 1,024 tokens with 2 images each in 2 microbatches, 1f1b"
+    assert batch_text(report) == "batch 1 x 1,024 tokens with 2 images each in 2 microbatches (0-1), 1f1b"
     assert settings_text(report) == (
         "float32, gathered in bfloat16, reduced in float32, no optimizer, no loss, "
         "activation checkpointing full (vision layers)"
@@ -158,7 +158,7 @@ def test_the_other_precision_is_below_the_verdict(memory: int | None, said: str)
     lines = forecast_text(alone(gpu_memory=memory, other_precision=other, settings=settings)).splitlines()
     assert "master" in lines[-3]
     assert lines[-2] == (
-        "with float32 parameters and optimizer state, computed in bfloat16 "
+        "alternative: float32 parameters and optimizer state, computed in bfloat16 "
         f"(--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): {said}"
     )
     assert not any(line.startswith("with ") for line in forecast_text(alone()).splitlines())
@@ -171,7 +171,7 @@ def test_a_rank_may_have_several_stages() -> None:
     ]
     text = forecast_text(forecasted(by_pipeline_rank=rows))
     assert "stages 0, 2: peak 20.00 MiB, 12.00 MiB between steps\n  " in text
-    assert "  4 TFLOPs, none recomputed\n" in text
+    assert "  per rank: 4 TFLOP per step, none recomputed\n" in text
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def build_report(
             ranks[0].missing_inputs,
             any(each.omitted_layers for each in ranks),
             has_sharded_logits=any(each.has_sharded_logits for each in ranks),
+            keeps_gathered=_keeps_gathered(task.dims),
         ),
     )
 
@@ -140,7 +141,13 @@ def build_search_report(
     best = [each.best for each in mesh_results if each.best is not None]
     missing = best[0].missing_inputs if best else ()
     tp_sizes = {each.dims.tp for each in mesh_results if not each.refusal_reason}
-    assumptions = list_assumptions(task, tp_sizes.pop() if len(tp_sizes) == 1 else None, missing, False)
+    assumptions = list_assumptions(
+        task,
+        tp_sizes.pop() if len(tp_sizes) == 1 else None,
+        missing,
+        False,
+        keeps_gathered=any(_keeps_gathered(each.dims) for each in mesh_results if not each.refusal_reason),
+    )
     assumptions.append(
         "every layout runs the same step, extrapolated from few layers, microbatches and pipeline ranks; in the row "
         "marked fully evaluated, every pipeline stage was forecast, and the extrapolation over layers was checked"
@@ -223,6 +230,11 @@ def gathered_notes(ranks: Sequence[RankForecast]) -> list[str]:
     return [note]
 
 
+def _keeps_gathered(dims: ParallelDims) -> bool:
+    """Return True if FSDP2 keeps gathered parameters after a forward pass, as in a pipeline."""
+    return dims.pp > 1 and dims.dp_shard > 1
+
+
 def list_assumptions(
     task: ForecastTask,
     tp: int | None,
@@ -230,6 +242,7 @@ def list_assumptions(
     is_extrapolated: bool,
     *,
     has_sharded_logits: bool = True,
+    keeps_gathered: bool = False,
 ) -> list[str]:
     """Return the assumptions behind the numbers of a task.
 
@@ -239,6 +252,7 @@ def list_assumptions(
         missing: Kinds of input that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
         has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary under TP.
+        keeps_gathered: True if there is a mesh with pipeline ranks and FSDP2.
     """
     loss = {
         "sharded": "the loss is computed in float32"
@@ -267,6 +281,14 @@ def list_assumptions(
     if task.optimizer in ("adam", "adamw"):
         assumptions.append(
             "the optimizer updates one tensor at a time (foreach=False); foreach=True needs more memory for temporaries"
+        )
+    if task.recipe.training.clip is not None:
+        assumptions.append(
+            f"gradients are clipped to a norm of {task.recipe.training.clip:g} before the optimizer step"
+        )
+    if keeps_gathered:
+        assumptions.append(
+            "with PP, FSDP2 keeps gathered parameters between forward and backward passes (reshard_after_forward=False)"
         )
     if is_extrapolated:
         assumptions.append("repeated layers were extrapolated from three small models that agree")
