@@ -17,6 +17,7 @@ from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot_losses
 from ckptx.report.report import Report, counted, human_bytes
 from ckptx.report.robustness_phrases import (
+    CHECK_MEANINGS,
     cause_text,
     check_cause,
     check_text,
@@ -86,6 +87,7 @@ class CheckResult:
     Attributes:
         name: Name of the check.
         result: Result, in words.
+        meaning: What the check compares; "" for an unknown check.
         is_failed: True if the check found a difference.
         is_widened: True if the recipe widened the tolerance.
         items: First items that differ.
@@ -94,6 +96,7 @@ class CheckResult:
 
     name: str
     result: str
+    meaning: str
     is_failed: bool
     is_widened: bool
     items: Sequence[str] = ()
@@ -307,13 +310,16 @@ def _phase_result(report: RobustnessReport, phase: Mapping[str, Any]) -> PhaseRe
 
 def _check_result(report: RobustnessReport, phase: Mapping[str, Any], row: Mapping[str, Any]) -> CheckResult:
     name, is_widened = str(row["name"]), bool(row.get("is_widened"))
+    meaning = CHECK_MEANINGS.get(name, "")
     if row["ok"] is False:
         items = list(first_items(differing_items(report, phase, name), _MAX_ITEMS))
-        return CheckResult(name, check_text(row), True, is_widened, items, check_cause(report, phase, name) or "")
+        return CheckResult(
+            name, check_text(row), meaning, True, is_widened, items, check_cause(report, phase, name) or ""
+        )
     if not row["ok"]:
-        return CheckResult(name, unchecked_text(row), False, is_widened)
+        return CheckResult(name, unchecked_text(row), meaning, False, is_widened)
     result = passed_text(row) if row.get("value") is None else check_text(row)
-    return CheckResult(name, result, False, is_widened)
+    return CheckResult(name, result, meaning, False, is_widened)
 
 
 def _loss_plots(report: RobustnessReport) -> LossPlots | None:

@@ -38,6 +38,33 @@ CAUSES: Mapping[str, str] = {
     "logits": "difference exceeds noise; the model computes other outputs with the same weights",
 }
 
+# What each check compares, for the page; docs/ci.md has the same table.
+CHECK_MEANINGS: Mapping[str, str] = {
+    "reference files": "files of the uninterrupted run, before and after every other run",
+    "readable": "the checkpoint opens and is complete",
+    "sharded": "whether parameters are sharded, as the recipe requires",
+    "finite": "no NaN or infinity in parameters, optimizer state and losses",
+    "names": "tensor names and tied weights",
+    "model": "bytes of parameters and buffers",
+    "second model": "a second copy of the model in the checkpoint, such as an EMA",
+    "moments": "optimizer state of each parameter, such as Adam's moments",
+    "master weights": "float32 copies of the parameters that an optimizer keeps",
+    "adam step": "Adam's step count of each parameter",
+    "param groups": "betas, eps and weight decay of each param group of the optimizer",
+    "scheduler": "scheduler state",
+    "step": "step of the run",
+    "epoch": "epoch of the run",
+    "samples": "number of samples seen",
+    "rng": "state of the random number generators of Python, numpy, torch and the device, on each rank",
+    "replicas": "state that TP ranks, or replicas (HSDP), hold in full",
+    "batch": "the samples of the next step on each rank",
+    "learning rate": "learning rate of the next step",
+    "other": "state that ckptx does not recognize, under its own name",
+    "memory": "live tensors and threads after the phase, compared with those after two warmup steps",
+    "loss": "largest difference of the losses, compared with measured noise",
+    "logits": "largest difference of the logits, compared with measured noise",
+}
+
 _UNCHECKED_REASONS: Mapping[str, str] = {
     "replicas": "no replicated state",
     "loss": "no loss",
@@ -100,9 +127,9 @@ def unchecked_text(row: Mapping[str, Any]) -> str:
 
 
 def skipped_checks_text(phase: Mapping[str, Any]) -> str:
-    """Return the number of checks that a completed phase skipped: `1 check skipped`; empty for none."""
-    num_skipped = len(checks_without_result(phase)) if phase["ok"] is not None else 0
-    return f"{counted(num_skipped, 'check')} skipped" if num_skipped else ""
+    """Return the checks that a completed phase skipped: `1 check skipped: replicas`; empty for none."""
+    skipped = [str(row["name"]) for row in checks_without_result(phase)] if phase["ok"] is not None else []
+    return f"{counted(len(skipped), 'check')} skipped: {', '.join(skipped)}" if skipped else ""
 
 
 def widened_checks(report: RobustnessReport) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -147,8 +174,13 @@ def check_text(row: Mapping[str, Any]) -> str:
 
 
 def _noise_text(row: Mapping[str, Any]) -> str:
-    """Return the noise of which the tolerance of a check is a multiple; empty for a report without it."""
-    return "" if row.get("noise") is None else f" {number_text(row['noise'])}"
+    """Return the noise of which the tolerance of a check is a multiple; empty for a report without it.
+
+    Each comparison of logits has noise of its own.
+    """
+    if row.get("noise") is None:
+        return ""
+    return f"{' of these logits' if row['name'] == 'logits' else ''} {number_text(row['noise'])}"
 
 
 def differing_items(report: RobustnessReport, phase: Mapping[str, Any], check: str) -> list[str]:
@@ -272,7 +304,7 @@ def kills_text(kills: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of kills, and after how many of them the directory of steps was as it should be."""
     num_valid = sum(1 for row in kills if row["ok"])
     cases = "each time" if num_valid == len(kills) else f"after {num_valid:,} of them"
-    return f"{counted(len(kills), 'time')}; the last complete step was the latest that could be loaded {cases}"
+    return f"{counted(len(kills), 'time')}; the last complete step could be loaded {cases}"
 
 
 def kill_text(row: Mapping[str, Any]) -> str:

@@ -164,9 +164,9 @@ class Session:
         layouts = self._layouts_by_note.setdefault(note, [])
         if layout_text in layouts:
             return
-        previous = f"run on {', '.join(layouts)}: {note}"
+        previous = _run_note(layouts, note)
         layouts.append(layout_text)
-        text = f"run on {', '.join(layouts)}: {note}"
+        text = _run_note(layouts, note)
         if previous in self.log.notes:
             self.log.notes[self.log.notes.index(previous)] = text
         else:
@@ -287,6 +287,11 @@ class Session:
             "dp_replicate": layout.dp_replicate,
         }
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def _run_note(layouts: Sequence[str], note: str) -> str:
+    """Return a note with the meshes of its runs: `runs on tp 2; one rank: ...`."""
+    return f"{'run' if len(layouts) == 1 else 'runs'} on {'; '.join(layouts)}: {note}"
 
 
 def _max_differences(reference: RunResult, actual: RunResult) -> dict[str, float]:

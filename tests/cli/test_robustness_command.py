@@ -17,7 +17,7 @@ import ckptx
 from ckptx.cli import main as main_module
 from ckptx.cli.main import cli
 from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
-from ckptx.options.recipes import list_shipped_recipes
+from ckptx.options.recipes import shipped_recipes_text
 from ckptx.options.robustness import RobustnessOptions
 from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.robustness import robustness_text
@@ -242,7 +242,7 @@ def test_help_lists_the_phases(stub: StubRun) -> None:
 
 def test_help_lists_the_built_in_recipes(stub: StubRun) -> None:
     shown = " ".join(ran("--help").stdout.split())
-    assert f"a built-in recipe: {', '.join(list_shipped_recipes())}." in shown and "llama_tiny" in shown
+    assert f"a built-in recipe: {shipped_recipes_text()}." in shown and "llama_tiny" in shown
 
 
 # ---------------------------------------------------------------------------------------------- the package is callable

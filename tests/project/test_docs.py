@@ -19,7 +19,7 @@ from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.cli.main import cli, commands
 from ckptx.errors import CkptxError, InternalError
 from ckptx.formats.unsupported import UNSUPPORTED_KINDS
-from ckptx.report.robustness_phrases import CAUSES
+from ckptx.report.robustness_phrases import CAUSES, CHECK_MEANINGS
 from ckptx.robustness_suite.faults import FAULTS
 from tests.support.import_tool import tool
 
@@ -316,6 +316,7 @@ def test_the_corrections_of_the_recipe_can_be_read() -> None:
 def test_every_oracle_is_explained() -> None:
     cells = {row[0] for row in rows_of(text_of("docs/ci.md")) if len(row) == 3}
     assert {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)} == CAUSES.keys()
+    assert CHECK_MEANINGS.keys() == CAUSES.keys()
 
 
 def test_every_fault_has_its_check() -> None:

@@ -166,7 +166,7 @@ def test_a_passed_check_says_what_was_found() -> None:
         "memory 3 measurements within the baseline", "model 3 items identical",
         "replicas skipped: no replicated state",
     ]  # fmt: skip
-    assert "1.2 s, 1 check skipped" in found.all("article", "phase")[0].text
+    assert "1.2 s, 1 check skipped: replicas" in found.all("article", "phase")[0].text
 
 
 def test_long_lists_are_cut_and_counted() -> None:

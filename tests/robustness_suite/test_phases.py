@@ -137,7 +137,7 @@ def test_a_note_of_a_run_gives_its_mesh(
         request = session.make_request(layout=session.recipe.checks.layouts[0])
         session.train("layout-2", session.make_request())
         session.train("layout-3", request)
-    assert list(session.log.notes) == [f"run on {mesh}, {session.layout_text(session.recipe.layout)}: {note}"]
+    assert list(session.log.notes) == [f"runs on {mesh}; {session.layout_text(session.recipe.layout)}: {note}"]
 
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
