@@ -13,7 +13,7 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.parameter_count import count_parameters, find_aliases
+from ckptx.model_view.parameter_count import count_parameters, find_absent_ties, find_aliases
 from ckptx.model_view.unknown_class import unknown_class_note
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
 from ckptx.options.api import api
@@ -75,6 +75,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         chunks=sum(len(entry.chunks) for name, entry in catalog.tensors.items() if name not in aliases),
         alias_groups=_shared_names(aliases),
         tied_groups=parameters.tied,
+        absent_ties=find_absent_ties(view),
         optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
         other_tensors=list(view.other),
         objects=len(catalog.objects),

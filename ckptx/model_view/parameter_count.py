@@ -97,6 +97,24 @@ def _declared_representatives(view: ModelView) -> dict[str, str]:
     return _representatives(names for pair in declared for names in pair.namings)
 
 
+def find_absent_ties(view: ModelView) -> list[list[str]]:
+    """Return the pairs of names that the config ties and of which only one is stored, as [absent name, stored name]."""
+    if view.architecture is None or view.config is None:
+        return []
+    pairs = []
+    for pair in view.architecture.ties:
+        if not pair.flag.is_set(view.config):
+            continue
+        stored = [[name for name in names if name in view.tensors] for names in pair.namings]
+        if any(len(names) > 1 for names in stored):
+            continue
+        for names, present in zip(pair.namings, stored, strict=True):
+            if present:
+                pairs.append([next(name for name in names if name not in present), *present])
+                break
+    return pairs
+
+
 def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     """Map each name to a representative of all names tied to it, directly or indirectly."""
     groups: dict[str, set[str]] = {}

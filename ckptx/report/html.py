@@ -40,6 +40,7 @@ _MAX_ROWS = 400  # groups of tensors listed without a search
 _MAX_HOLDERS_WITH_BYTES = 64
 _MAX_TP_WITH_BYTES = 12
 _MAX_CELLS_PER_LINE = 32  # further TP ranks wrap to the next line
+_MAX_TIES = 4  # ties listed in the head
 _MAX_OUTSIDE_NAMES = 4  # modules outside layers listed per stage
 
 
@@ -248,6 +249,8 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
         ("size", human_bytes(report.bytes)),
+        *(("tied", f"{' = '.join(names)}, stored as copies, counted once") for names in report.tied_groups[:_MAX_TIES]),
+        *(("tied", f"{absent} = {stored}, stored as {stored}") for absent, stored in report.absent_ties[:_MAX_TIES]),
     ]
     num_shown = sum(group.count for group in layout.groups)
     return LayoutHeading(
@@ -412,7 +415,7 @@ def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -
     num_unlisted, storing_tp_ranks = len(groups) - _MAX_ROWS, layout.storing_tp_ranks()
     return TensorList(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
-        "Select a tensor to see its shards.",
+        "Select a tensor to see its shards, or a rank or file above to see what it stores.",
         rows=[
             _tensor_row(layout, index, group, storing_tp_ranks.get(group.sharding_index))
             for index, group in listed_groups

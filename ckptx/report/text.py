@@ -244,6 +244,9 @@ def inspect_text(report: InspectionReport) -> str:
         f"  tied          {' = '.join(names)}, stored as copies, counted once in parameters"
         for names in _first_rows(report.tied_groups)
     ]
+    lines += [
+        f"  tied          {absent} = {stored}, stored as {stored}" for absent, stored in _first_rows(report.absent_ties)
+    ]
     if report.unknown_tensors:
         lines.append(
             f"  unknown       {counted(len(report.unknown_tensors), 'tensor')}: {_first_names(report.unknown_tensors)}"

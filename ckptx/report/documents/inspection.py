@@ -48,6 +48,7 @@ class InspectionReport(Report):
         chunks: Number of chunks that tensors are stored in; shared chunks count once.
         alias_groups: Groups of names that share bytes.
         tied_groups: Groups of tied names that are stored separately; each counts as one parameter.
+        absent_ties: Pairs of names that the config ties and of which only the second is stored.
         optimizer: Number of `tensors` and `bytes` of optimizer state.
         other_tensors: Names of tensors of neither the model nor the optimizer, such as counters and second models.
         objects: Number of pickled objects.
@@ -79,6 +80,7 @@ class InspectionReport(Report):
     chunks: int
     alias_groups: Sequence[Sequence[str]]
     tied_groups: Sequence[Sequence[str]]
+    absent_ties: Sequence[Sequence[str]] = field(default_factory=list)
     optimizer: dict[str, int]
     other_tensors: Sequence[str]
     objects: int
