@@ -192,8 +192,9 @@ def _sharding_notes(sharding: ShardedModel, architecture: Architecture | None) -
     elif sharding.unaligned:
         notes.append(
             f"not aligned: --tp {sharding.dims.tp} splits heads, groups or fused parts of "
-            f"{counted(len(sharding.unaligned), 'tensor')} ({first_of(sharding.unaligned)}); TP kernels cannot use "
-            "these shards; choose another --tp, or pass rules for these tensors with --tp-plan"
+            f"{counted(len(sharding.unaligned), 'tensor')} ({first_of(sharding.unaligned)}); the checkpoint is valid, "
+            "but TP kernels cannot use these shards; choose another --tp, or pass rules for these tensors with "
+            "--tp-plan"
         )
     if sharding.unknown_tensors and sharding.dims.world_size > 1:
         notes.append(
