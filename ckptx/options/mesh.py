@@ -75,9 +75,9 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "Assignment of layers to stages: even (the first stages take the remainder), vllm (the middle stages take "
-            "it), torchtitan (embedding and head count as a layer each), hf (the last stage takes it), or the layer "
-            "count of each stage.",
+            "Assignment of layers to stages: even (the first stages take the remainder), vllm (stages before the last "
+            "take it), torchtitan (embedding and head count as a layer each), hf (the last stage takes it), or the "
+            "layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
             keywords=SPLIT_RULES,

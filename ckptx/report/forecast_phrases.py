@@ -31,7 +31,7 @@ def batch_text(report: ForecastReport) -> str:
     step = report.settings
     images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
     count = step["microbatches"]
-    microbatches = f" in {count} microbatches (0-{count - 1})" if count > 1 else ""
+    microbatches = f" in {counted(count, 'microbatch')} (0-{count - 1})" if count > 1 else ""
     schedule = f", {step['schedule']}" if step["schedule"] else ""
     return f"batch {step['batch']:,} x {step['seq']:,} tokens{images}{microbatches}{schedule}"
 

@@ -87,7 +87,7 @@ class CheckResult:
     Attributes:
         name: Name of the check.
         result: Result, in words.
-        meaning: What the check compares; "" for an unknown check.
+        meaning: Text for the tooltip, on what the check compares; "" for an unknown check.
         is_failed: True if the check found a difference.
         is_widened: True if the recipe widened the tolerance.
         items: First items that differ.
