@@ -58,7 +58,7 @@ def tables() -> str:
         alias_note = f"\n\nAlso called `{words.split()[0]} {command.aliases[0]}`." if command.aliases else ""
         texts, arguments = make_help(tables_of(command)), arguments_of(command)
         rows = [f"| `{metavar}` |  | {text} |\n" for metavar, text in arguments.items()]
-        rows += [row(setting, option, texts[setting.name].sentences()) for setting, option in options_of(command)]
+        rows += [row(setting, option, texts[setting.name].full_text()) for setting, option in options_of(command)]
         call = " ".join(["ckptx", words, *arguments])
         found.append(f"### {words}\n\n`{call}`: {command.summary}.{alias_note}\n\n{_HEAD}{''.join(rows)}\n")
     global_rows = [

@@ -288,7 +288,7 @@ def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:
     for table in tables:
         for name, setting in settings_of(table).items():
             entry = entries.get(name)
-            text = "" if entry is None else entry.sentences(with_condition=titles[entry.section] == entry.section)
+            text = "" if entry is None else entry.full_text(with_condition=titles[entry.section] == entry.section)
             for param in _make_params(setting, text, is_global=table is GlobalOptions):
                 params.setdefault(str(param.name), param)
     return list(params.values())

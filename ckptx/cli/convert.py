@@ -1,4 +1,4 @@
-"""`ckptx convert to-dcp` and `ckptx convert to-hf`, with the aliases `hf2dcp` and `dcp2hf`."""
+"""`ckptx convert to-dcp` and `ckptx convert to-hf`, with the aliases `ckptx convert hf2dcp` and `dcp2hf`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class _ConvertGroup(SectionedGroup):
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for name, command in self.commands.items():
+        for name, subcommand in self.commands.items():
             if cmd_name == name or cmd_name in COMMANDS[f"convert {name}"].aliases:
-                return command
+                return subcommand
         return None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             rows = [(name, COMMANDS[f"convert {name}"]) for name in self.commands]
-            formatter.write_dl([(name, f"{each.summary}{_alias_text(each)}") for name, each in rows])
+            formatter.write_dl([(name, f"{entry.summary}{_alias_text(entry)}") for name, entry in rows])
 
 
 def _alias_text(entry: Command) -> str:
@@ -37,15 +37,17 @@ def _alias_text(entry: Command) -> str:
     cls=_ConvertGroup,
     examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
-def command(**_: object) -> None:
+def convert_group(**_: object) -> None:
     """Convert a checkpoint to a torch DCP or to HF safetensors.
 
-    The format of the source is detected: HF safetensors, pytorch_model.bin, a dict of torch.save, a torch DCP, per-rank
-    FSDP files (verl), or sharded safetensors.
+    The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP,
+    per-rank FSDP files (verl), or sharded safetensors.
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
-        raise click.UsageError(f"{ctx.command_path} requires a command: {', '.join(command.list_commands(ctx))}", ctx)
+        raise click.UsageError(
+            f"{ctx.command_path} requires a command: {', '.join(convert_group.list_commands(ctx))}", ctx
+        )
 
 
 @define_command(
@@ -81,8 +83,9 @@ def to_hf(call: CommandCall) -> int:
     return _run(call)
 
 
-command.add_command(to_dcp)
-command.add_command(to_hf)
+convert_group.add_command(to_dcp)
+convert_group.add_command(to_hf)
+command = convert_group  # the name that `ckptx.cli.main` imports from every module
 
 
 def _run(call: CommandCall) -> int:

@@ -1,7 +1,8 @@
 """Options of every command; each is defined once.
 
 Each command has a table (`inspect.py`, `verify.py`, ...), composed of mixins that several commands share (`mesh.py`,
-`source.py`, ...). Type checkers see a table as a frozen dataclass. Each field is an option:
+`source.py`, ...). Type checkers see a table as a frozen dataclass. A field is annotated with an `Option`, or with an
+`Argument` or `Hook`; the `Setting` of a field joins its name, type, default and annotation. The field of an option:
 
     tp: Annotated[int | None, Option("Tensor-parallel size.", LAYOUT, minimum=1, default="1")] = None
         |              |                                                                         |

@@ -90,7 +90,7 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
         if name not in settings_of(table):
             for other in tables:
                 setting = settings_of(other).get(name)
-                if setting is not None and settings_of(other)[selector].choices == (True,):
+                if setting is not None and settings_of(other)[selector].is_switch:
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[selector].flag}")
             raise ArgumentTypeError(str(unknown_option_error(table.command, [table], name)))
     for name, setting in settings_of(table).items():
@@ -205,7 +205,7 @@ def _with_argument_help(
     names |= {each.annotation.metavar: name for name, each in settings.items() if isinstance(each.annotation, Argument)}
     lines = []
     for name, setting in settings.items():
-        text = texts[name].sentences() if name in texts else setting.annotation.help
+        text = texts[name].full_text() if name in texts else setting.annotation.help
         text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda match: _python_name(match[0], names), text)
         text += limits.get(name, "")
         lines.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))

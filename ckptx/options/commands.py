@@ -1,13 +1,16 @@
-"""Commands: summary, tables of options and Python function of each; their modules are imported on first use."""
+"""Commands: summary, tables of options and Python function of each; their modules are imported on first use.
+
+A table of options is a subclass of `Options`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 from ckptx.errors import UsageError
-from ckptx.options.option import Option, Options, Setting, settings_of
+from ckptx.options.option import Options, settings_of
 
 
 class Command(NamedTuple):
@@ -100,30 +103,31 @@ def unknown_option_error(command_name: str, tables: Sequence[type[Options]], nam
         name: Flag, or name of a keyword argument.
     """
     name = name.lstrip("-").replace("-", "_")
-    settings = {name: setting for table in tables for name, setting in settings_of(table).items()}
+    settings = {field: setting for table in tables for field, setting in settings_of(table).items()}
     flag = f"--{name.replace('_', '-')}"
     replacement = next(
         (each for each in settings.values() if each.option is not None and name in each.option.replaces), None
     )
     if replacement is not None:
         return UsageError(f"{command_name} does not take {flag}; use {replacement.flag}")
-    owners: dict[str, None] = {}
-    for other, command in COMMANDS.items():
-        for table in tables_of(command):
-            if any(name in _all_names(each) for each in settings_of(table).values()):
-                is_mode_table = table is command.option_tables[-1] and len(command.option_tables) > 1
-                owners[table.command if is_mode_table else other] = None
-    # A command that takes the option with and without its mode, as in `forecast --search`, is named once.
-    others = [
-        each for each in owners if each != command_name and (each in COMMANDS or each.split(" --")[0] not in owners)
-    ]
+    others = [each for each in _commands_with_option(name) if each != command_name]
     if others:
         return UsageError(f"{command_name} does not take {flag} ({_join_commands(others)})")
-    flags = [flag for each in settings.values() if each.option is not None for flag in each.flags]
+    known_flags = [each_flag for each in settings.values() if each.option is not None for each_flag in each.flags]
     from difflib import get_close_matches  # slow to import
 
-    matches = get_close_matches(flag, flags, 1)
+    matches = get_close_matches(flag, known_flags, 1)
     return UsageError(f"{command_name} does not take {flag}" + (f"; did you mean {matches[0]}?" if matches else ""))
+
+
+def _commands_with_option(name: str) -> Iterator[str]:
+    """Yield the commands with an option, with their switch if they require it, as in "forecast --search"."""
+    for command_name, command in COMMANDS.items():
+        owners = [table for table in tables_of(command) if name in _option_names(table)]
+        if owners and owners == command.option_tables[1:]:
+            yield owners[0].command
+        elif owners:
+            yield command_name
 
 
 def _join_commands(names: Sequence[str]) -> str:
@@ -133,12 +137,13 @@ def _join_commands(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} do"
 
 
-def _all_names(setting: Setting) -> set[str]:
-    """Return every name of an option with underscores, including shorthands and the flag that turns it off."""
-    if not isinstance(setting.annotation, Option):
-        return set()
-    flags = (*setting.annotation.shorthands, setting.annotation.off_flag)
-    return {*setting.names, *(flag.lstrip("-").replace("-", "_") for flag in flags)}
+def _option_names(table: type[Options]) -> Iterator[str]:
+    """Yield every name of each option of a table, with underscores, including shorthands and flags that turn it off."""
+    for setting in settings_of(table).values():
+        if setting.option is not None:
+            yield from setting.names
+            for flag in (*setting.option.shorthands, setting.option.off_flag):
+                yield flag.lstrip("-").replace("-", "_")
 
 
 def _import_table(name: str) -> type[Options]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from ckptx.errors import UsageError
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
-from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, settings_of
+from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, Requirement, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import (
     REVISION,
@@ -55,7 +55,7 @@ FILES = Option(
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC_HELP = (
-    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict of torch.save, a DCP, per-rank FSDP files, or "
+    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, or "
     "sharded safetensors with the shards of one rank in each file): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."
@@ -94,7 +94,7 @@ class ConversionOptions(
         Option(
             "Write infinity for values that are out of range for --dtype, instead of failing.",
             OUTPUT_CHECKPOINT,
-            requires=("dtype",),
+            requires=[Requirement("dtype")],
         ),
     ] = False
     optimizer: Annotated[OptimizerMode | None, OPTIMIZER] = None
@@ -277,7 +277,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
             "Quantize the weights that are quantized in --base, in the same scheme; weights that training did not "
             "change keep the bytes of the base. Other tensors are cast to their dtypes in the base.",
             OUTPUT_CHECKPOINT,
-            requires=("base",),
+            requires=[Requirement("base")],
             excludes=("dequantize", "dtype"),
             default="not set",
         ),

@@ -94,7 +94,7 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
     applicable = {name: each for name, each in read_defaults(command_name).items() if name not in arguments}
     command = commands_by_name()[command_name]
     table = command.option_tables[0]
-    for switch in (name for name, each in settings_of(command.option_tables[-1]).items() if each.choices == (True,)):
+    for switch in (name for name, each in settings_of(command.option_tables[-1]).items() if each.is_switch):
         if arguments.get(switch) or (switch in applicable and applicable[switch].value):
             table = command.option_tables[-1]
     output_options = {

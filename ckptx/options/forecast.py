@@ -56,7 +56,7 @@ class StepOptions(
 ):
     """Options of `forecast`, with and without `--search`."""
 
-    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"overrides": ("recipe",)}
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"overrides": [Requirement("recipe")]}
 
     recipe: Annotated[
         str | Path | None,
@@ -177,7 +177,7 @@ class SearchOptions(StepOptions, kw_only=False):
 
     model: Annotated[str | Path | None, Argument(_MODEL_HELP, "MODEL")] = None
     _: KW_ONLY
-    search: Annotated[Literal[True], Option(_SEARCH_HELP, LAYOUT_SEARCH, requires=("gpus",))]
+    search: Annotated[Literal[True], Option(_SEARCH_HELP, LAYOUT_SEARCH, requires=[Requirement("gpus")])]
     gpus: Annotated[
         int | None,
         Option(

@@ -19,9 +19,9 @@ class TableSwitch(NamedTuple):
     """An option that chooses between two tables of a command, such as `--run` of `verify`.
 
     Attributes:
-        setting: The option, as the table that it selects has it.
-        table_with: Table with the option.
-        table_without: Table without the option.
+        setting: The setting of the option in `table_with`.
+        table_with: Table that applies if the option is given.
+        table_without: Table that applies if it is not.
     """
 
     setting: Setting
@@ -46,7 +46,7 @@ class OptionHelp(NamedTuple):
     condition: str = ""
     is_switch: bool = False
 
-    def sentences(self, *, with_condition: bool = True) -> str:
+    def full_text(self, *, with_condition: bool = True) -> str:
         """Return the text with its dependencies.
 
         Args:
@@ -71,25 +71,31 @@ def make_help(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
         for name, setting in settings_of(table).items():
             if setting.option is None or name in help_by_name:
                 continue
-            condition, is_switch = "", switch is not None and name == switch.setting.name
-            if switch is not None and is_switch:
-                table, setting = switch.table_with, switch.setting
-            elif switch is not None and table is switch.table_without and name not in settings_of(switch.table_with):
+            if switch is not None and name == switch.setting.name:
+                help_by_name[name] = _option_help(switch.table_with, switch.setting, is_switch=True)
+                continue
+            condition = ""
+            if switch is not None and table is switch.table_without and name not in settings_of(switch.table_with):
                 condition = f"without {switch.setting.flag}"
             elif switch is not None and table is switch.table_with:
                 condition = f"with {switch.setting.flag}"
-            assert setting.option is not None
-            requires = _required_flags(table, setting)
-            section = table.headings.get(setting.option.section, setting.option.section)
-            help_by_name[name] = OptionHelp(section, setting.option.help, requires, condition, is_switch)
+            help_by_name[name] = _option_help(table, setting, condition)
     return help_by_name
+
+
+def _option_help(table: type[Options], setting: Setting, condition: str = "", *, is_switch: bool = False) -> OptionHelp:
+    """Return the help of an option with the section and the requirements that it has in a table."""
+    assert setting.option is not None
+    section = table.headings.get(setting.option.section, setting.option.section)
+    requires = [text for _, text in table.requirements_of(setting.name)]
+    return OptionHelp(section, setting.option.help, requires, condition, is_switch)
 
 
 def find_switch(tables: Sequence[type[Options]]) -> TableSwitch | None:
     """Return the option that chooses between two of the tables; None if a command has one table of options."""
     for table in tables:
         for name, setting in settings_of(table).items():
-            if setting.choices == (True,):
+            if setting.is_switch:
                 other = next(each for each in tables if each is not table and name in settings_of(each))
                 return TableSwitch(setting, table, other)
     return None
@@ -125,13 +131,3 @@ def size_note(tables: Sequence[type[Options]]) -> str:
             f"its usable {GPU_GIB['h100']} GiB). It rejects 80 without a unit."
         )
     return " ".join(sentences)
-
-
-def _required_flags(table: type[Options], setting: Setting) -> list[str]:
-    """Return the options that an option requires, such as "--tp 2 or more"."""
-    assert setting.option is not None
-    settings, flags = settings_of(table), []
-    for requirement in (*setting.option.requires, *table.requirements.get(setting.name, ())):
-        name, min_value = (requirement, 0) if isinstance(requirement, str) else requirement
-        flags.append(settings[name].flag + (f" {min_value} or more" if min_value else ""))
-    return flags

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptx.errors import UsageError
 from ckptx.layout.stages import SPLIT_RULES
-from ckptx.options.option import LAYOUT, Option, Options
+from ckptx.options.option import LAYOUT, Option, Options, Requirement
 from ckptx.untrusted.limits import MAX_RANKS
 
 if TYPE_CHECKING:  # not imported for a help page
@@ -81,7 +81,7 @@ class StageSplitOptions(MeshOptions):
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
             keywords=SPLIT_RULES,
-            requires=(("pp", 2),),
+            requires=[Requirement("pp", 2)],
         ),
     ] = "even"
 
@@ -97,7 +97,7 @@ class TpPlanOptions(MeshOptions):
             LAYOUT,
             metavar="FILE",
             default="the model's plan",
-            requires=(("tp", 2),),
+            requires=[Requirement("tp", 2)],
         ),
     ] = None
 
@@ -138,6 +138,6 @@ class PipelineOptions(StageSplitOptions):
             "Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev.",
             LAYOUT,
             metavar="SCHEDULE",
-            requires=(("pp", 2),),
+            requires=[Requirement("pp", 2)],
         ),
     ] = "1f1b"

@@ -52,7 +52,18 @@ SECTIONS = (
 )
 
 T = TypeVar("T", bound="Options")
-Requirement = str | tuple[str, int]  # the name of a field that must be set, or its name and the minimum value
+
+
+class Requirement(NamedTuple):
+    """An option that must be set if another one is.
+
+    Attributes:
+        field: Name of its field.
+        min_value: Minimum of its value; 0 for any value.
+    """
+
+    field: str
+    min_value: int = 0
 
 
 class Option(NamedTuple):
@@ -74,7 +85,7 @@ class Option(NamedTuple):
         keywords: Strings with a special meaning among free strings, such as "auto"; for shell completion.
         spellings: Other spelling of a choice -> choice.
         shorthands: Flag without a value -> choice.
-        requires: Fields that must be set if this one is.
+        requires: Fields that must be set if this one is, in every command.
         excludes: Fields that must not be set if this one is; a table need not have them.
         replaces: Options that the command does not have; the error for one of them suggests this option.
     """
@@ -131,7 +142,7 @@ class Hook(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A field of a table.
+    """A field of a table, with what its type and annotation determine.
 
     Attributes:
         name: Name of the field and of the keyword argument.
@@ -153,6 +164,11 @@ class Setting(NamedTuple):
     def option(self) -> Option | None:
         """Return the annotation of an option; None for arguments and hooks."""
         return self.annotation if isinstance(self.annotation, Option) else None
+
+    @property
+    def is_switch(self) -> bool:
+        """Return True for a flag that selects the second table of a command: True is its only choice there."""
+        return self.choices == (True,)
 
     @property
     def flags(self) -> Sequence[str]:
@@ -309,8 +325,9 @@ class Options:
     None means that an option is not set.
 
     Attributes:
-        command: Name of the command, such as "convert to-dcp".
-        requirements: Option -> options that it requires in this command, in addition to `Option.requires`.
+        command: Name of the command, such as "convert to-dcp"; with the switch that selects the table, such as
+            "verify --run".
+        requirements: Option -> options that it requires in this command only; `Option.requires` applies to all.
         headings: Section -> its heading on the help page of this command, if it is another one.
 
     Raises:
@@ -391,17 +408,24 @@ class Options:
         settings = settings_of(cls)
         option, flag = settings[name].option, settings[name].flag
         assert option is not None
-        for requirement in (*option.requires, *cls.requirements.get(name, ())):
-            required, min_value = (requirement, 0) if isinstance(requirement, str) else requirement
+        for (required, min_value), text in cls.requirements_of(name):
             value = values.get(required)
             if not settings[required].is_set(value) or (
                 min_value and not (isinstance(value, int) and value >= min_value)
             ):
-                return f"{flag} requires {settings[required].flag}" + (f" {min_value} or more" if min_value else "")
+                return f"{flag} requires {text}"
         for other in option.excludes:
             if other in settings and settings[other].is_set(values.get(other)):
                 return f"{flag} cannot be combined with {settings[other].flag}; leave out one of them"
         return ""
+
+    @classmethod
+    def requirements_of(cls, name: str) -> Iterator[tuple[Requirement, str]]:
+        """Yield each requirement of an option in this command, and its text, such as "--tp 2 or more"."""
+        settings = settings_of(cls)
+        option = settings[name].option
+        for each in (*(option.requires if option is not None else ()), *cls.requirements.get(name, ())):
+            yield each, settings[each.field].flag + (f" {each.min_value} or more" if each.min_value else "")
 
 
 def settings_of(table: type[Options]) -> Mapping[str, Setting]:

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from ckptx.options.option import MEMORY_LIMITS, MODEL_RUN, RECIPE, TRAINING_STEP, Option, Options
+from ckptx.options.option import MEMORY_LIMITS, MODEL_RUN, RECIPE, TRAINING_STEP, Option, Options, Requirement
 from ckptx.options.sizes import GPU_GIB, parse_gpu_memory
 
 MICROBATCHES = Option(
@@ -62,7 +62,7 @@ class ActivationCheckpointingScopeOptions(ActivationCheckpointingOptions):
         Option(
             "Part of the model to apply activation checkpointing to.",
             TRAINING_STEP,
-            requires=("activation_checkpointing",),
+            requires=[Requirement("activation_checkpointing")],
         ),
     ] = "all"
 

@@ -78,7 +78,7 @@ class RunOptions(
 ):
     """Options for running the models that are compared."""
 
-    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"microbatches": (("pp", 2),)}
+    requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"microbatches": [Requirement("pp", 2)]}
 
     reference_memory: Annotated[
         int | str | None,

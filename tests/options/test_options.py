@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
@@ -372,17 +374,32 @@ def test_a_type_checker_knows_the_arguments(tmp_path: Path) -> None:
 
 def test_help_names_what_an_option_depends_on() -> None:
     texts = make_help(tables_of(COMMANDS["verify"]))
-    assert texts["tp_plan"].sentences().endswith(" Requires --run and --tp 2 or more.")
-    assert texts["tp_plan"].sentences(with_condition=False).endswith(" Requires --tp 2 or more.")
-    assert texts["workers"].sentences().endswith(" Not with --run.")
-    assert "Requires" not in texts["run"].sentences()
+    assert texts["tp_plan"].full_text().endswith(" Requires --run and --tp 2 or more.")
+    assert texts["tp_plan"].full_text(with_condition=False).endswith(" Requires --tp 2 or more.")
+    assert texts["workers"].full_text().endswith(" Not with --run.")
+    assert "Requires" not in texts["run"].full_text()
     assert not texts["as_json"].condition and not texts["source_prefix"].condition
     titles = section_titles([*texts.values()])
     assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
     assert titles["Both checkpoints"] == "Both checkpoints", "--trust-remote-code requires --run, the others do not"
     assert "Source" not in titles and "Source" in section_titles([*make_help(tables_of(COMMANDS["reshard"])).values()])
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
-    assert search.sentences().endswith(" Requires --gpus.")
+    assert search.full_text().endswith(" Requires --gpus.")
+
+
+@given(st.sampled_from(["verify", "forecast"]), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_help_does_not_depend_on_the_order_of_the_fields(words: str, random: Any) -> None:
+    tables = tables_of(COMMANDS[words])
+    shuffled = []
+    for table in tables:
+        fields = [*settings_of(table).values()]
+        random.shuffle(fields)
+        members = {each.name: each.default for each in fields if not each.is_required}
+        hints = {each.name: Annotated[each.type, each.annotation] for each in fields}
+        class_vars = {name: getattr(table, name) for name in ("command", "requirements", "headings")}
+        shuffled.append(type(table.__name__, (Options,), {**members, **class_vars, "__annotations__": hints}))
+    assert make_help(shuffled) == make_help(tables)
 
 
 def test_help_names_the_units_of_sizes_once() -> None:
