@@ -24,8 +24,8 @@ from ckptx.errors import InternalError
 class Cell(NamedTuple):
     """Bytes `left` to `right` of the rows `top` to `bottom`; the ends are exclusive.
 
-    `block` is the index of the block, `offset_in_block` the number of its bytes before the cell: not 0 only in a grid
-    from `slice_dim0`.
+    `block` is the index of the block among the regions of `build_grid`, `offset_in_block` the number of its bytes
+    before the cell: not 0 only in a grid from `slice_dim0`.
     """
 
     block: int
@@ -49,7 +49,7 @@ class Extent(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Rows of `width` bytes and the cells in them.
+    """Rows of `width` bytes and the cells in them. The cells tile the rows; those of replicas overlap others.
 
     `rows_per_index` is the number of rows for one index of dim 0; 0 if an index is only a part of a row.
     """
@@ -81,20 +81,22 @@ class Grid(NamedTuple):
             first, last = max(cell.top, top), min(cell.bottom, bottom)
             low, high = max(cell.left, left), min(cell.right, right)
             if first < last and low < high:
-                offset_in_block = (first - cell.top) * (cell.right - cell.left) + low - cell.left
+                skipped_bytes = (first - cell.top) * (cell.right - cell.left) + low - cell.left
+                offset_in_block = cell.offset_in_block + skipped_bytes
                 cells.append(Cell(cell.block, first - top, last - top, low - left, high - left, offset_in_block))
         return Grid(bottom - top, right - left, self.rows_per_index, tuple(cells))
 
     def iterate_extents(self) -> Iterator[Extent]:
-        """Yield the contiguous bytes of each cell, in row-major order of the tensor."""
+        """Yield the contiguous bytes of each cell, in row-major order of the tensor, for a grid without replicas."""
         nonempty_cells = [cell for cell in self.cells if cell.nbytes]
+        assert sum(cell.nbytes for cell in nonempty_cells) == self.nbytes
         points = sorted({point for cell in nonempty_cells for point in (cell.top, cell.bottom)})
         for top, bottom in pairwise(points):
             cells = sorted(
                 (cell for cell in nonempty_cells if cell.top <= top and bottom <= cell.bottom),
                 key=lambda cell: cell.left,
             )
-            if len(cells) == 1:
+            if len(cells) == 1:  # as wide as the grid
                 yield Extent(cells[0].block, (bottom - top) * (cells[0].right - cells[0].left))
                 continue
             row = [Extent(cell.block, cell.right - cell.left) for cell in cells]
@@ -115,6 +117,8 @@ def _sharded_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
 
 def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """Return the grid of a tensor sharded into `regions` on at most one dim other than dim 0, as with TP and FSDP.
+
+    The regions tile the tensor, apart from replicas, which repeat a region.
 
     Raises:
         InternalError: The regions are sharded on more dims.

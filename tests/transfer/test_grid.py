@@ -89,6 +89,18 @@ def test_shares_of_rows_give_the_bytes_of_each_block(
     assert shares == expected
 
 
+@settings(deadline=None)
+@given(sharded(), st.data())
+def test_a_share_of_a_share_is_a_share(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
+    shape, regions = case
+    grid = build_grid(DTYPES_BY_NAME["F16"], shape, regions)
+    begin, end = sorted((data.draw(st.integers(0, shape[0])), data.draw(st.integers(0, shape[0]))))
+    first, last = sorted((data.draw(st.integers(begin, end)), data.draw(st.integers(begin, end))))
+    if begin < end:
+        share = grid.slice_dim0(begin, end, shape[0])
+        assert share.slice_dim0(first - begin, last - begin, end - begin) == grid.slice_dim0(first, last, shape[0])
+
+
 def test_the_narrowest_cell_is_one_with_bytes() -> None:
     grid = build_grid(
         DTYPES_BY_NAME["F16"], (4, 6), [Region((0, 0), (4, 5)), Region((0, 5), (4, 1)), Region((0, 6), (4, 0))]
