@@ -15,7 +15,7 @@ from ckptx.catalog.region import Region, Shape
 
 
 class Record(NamedTuple):
-    """A checksummed range of a file: one stored member of a torch archive.
+    """The bytes of one stored member of a torch archive, with their checksum.
 
     Attributes:
         offset: Absolute position of the first byte in its file.
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A region of a tensor on one rank.
+    """A region of a tensor on one rank of a mesh.
 
     Attributes:
         rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
@@ -72,8 +72,8 @@ class ShardedChunks(Sequence[Chunk]):
     Attributes:
         blocks: The blocks of the tensor.
         files: File name of each block.
-        lengths: Bytes of each block, including its frame.
         offsets: Position of the first byte of each block in its file.
+        lengths: Bytes of each block, including its frame.
         are_archives: True if the blocks are torch archives, see `Chunk`.
     """
 
@@ -83,18 +83,13 @@ class ShardedChunks(Sequence[Chunk]):
         self,
         blocks: tuple[Block, ...],
         files: tuple[str, ...],
-        lengths: tuple[int, ...],
         offsets: array[int],
+        lengths: tuple[int, ...],
         are_archives: bool = False,
     ) -> None:
-        assert len(blocks) == len(files) == len(lengths) == len(offsets)
-        self.blocks, self.files, self.lengths, self.offsets, self.are_archives = (
-            blocks,
-            files,
-            lengths,
-            offsets,
-            are_archives,
-        )
+        assert len(blocks) == len(files) == len(offsets) == len(lengths)
+        self.blocks, self.files, self.offsets, self.lengths = blocks, files, offsets, lengths
+        self.are_archives = are_archives
 
     def __len__(self) -> int:
         return len(self.blocks)

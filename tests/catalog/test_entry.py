@@ -38,6 +38,6 @@ def test_equal_where_the_chunks_are() -> None:
 
 
 def test_the_place_of_a_tensor_is_that_of_its_first_chunk() -> None:
-    cut = ShardedChunks((Block(0, TOP), Block(1, BOTTOM)), ("b", "a"), (90, 70), array("q", [64, 0]))
+    cut = ShardedChunks((Block(0, TOP), Block(1, BOTTOM)), ("b", "a"), array("q", [64, 0]), (90, 70))
     for chunks in (COLUMNS, CHUNKS, cut):
         assert TensorEntry("w", DTYPES_BY_NAME["F32"], (3, 3), chunks).position == ("b", 64)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME
-from ckptx.catalog.entry import Block, BytesEntry, TensorEntry
+from ckptx.catalog.entry import Block, BytesEntry, ShardedChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.dcp.layout import (
@@ -201,6 +201,36 @@ def test_tensors_cut_alike_share_all_but_offsets() -> None:
     for field in ("blocks", "files", "lengths"):
         assert getattr(first, field) is getattr(second, field)
     assert list(first.offsets) != list(second.offsets)  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["BF16", "F32", "F4"]), st.integers(0, 2)), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_tensors_share_if_and_only_if_blocks_and_dtype_are_equal(tensors: list[tuple[str, int]]) -> None:
+    """In any order, as in a checkpoint whose layers mix two dtypes."""
+    shardings = [along((8, 4), 0, 4), grid((8, 4), 2, 2), halves((8, 4), 4)]
+    layout = allocate_sharded(
+        Path("x"),
+        [(TensorEntry(f"t{i}", DTYPES_BY_NAME[dtype], (8, 4), ()), 0, shardings[at])
+         for i, (dtype, at) in enumerate(tensors)],
+        ParallelDims(tp=4),
+        files_per_rank=1,
+    )  # fmt: skip
+    end = dict.fromkeys(layout.catalog.files, 0)
+    shared: dict[tuple[int, int, int], set[tuple[str, int]]] = {}
+    for entry, (dtype, at) in zip(layout.catalog.tensors.values(), tensors, strict=True):
+        chunks = entry.chunks
+        assert isinstance(chunks, ShardedChunks)
+        shared.setdefault((id(chunks.blocks), id(chunks.files), id(chunks.lengths)), set()).add((dtype, at))
+        for block, chunk in zip(shardings[at], chunks, strict=True):
+            frame = archive_frame(entry.dtype, block.region.sizes)
+            nbytes = len(frame.head) + entry.dtype.nbytes(block.region.numel) + frame.tail_nbytes
+            file = f"__{block.rank_in_stage}_0.distcp"
+            assert chunk[:4] == (block.region, file, end[file], nbytes)
+            end[file] += nbytes
+    assert end == layout.catalog.files
+    assert sorted(map(len, shared.values())) == [1] * len({*tensors})
+    data = metadata_bytes(layout.catalog, {})
+    assert metadata_to_bytes(parse_metadata(data, "x")) == data
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 40))

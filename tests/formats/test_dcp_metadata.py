@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, TensorMetadata, parse_metadata
-from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
+from ckptx.formats.dcp.metadata_writer import ShardedStorageEntries, metadata_to_bytes, pickle_metadata
 from tests.formats.stock_goldens import GOLDENS, raw_bytes, raw_tensor, write_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,6 +140,40 @@ def test_big_numbers_and_long_names_survive(tmp_path: Path) -> None:
     assert parse_metadata(data, "x") == metadata
     (tmp_path / ".metadata").write_bytes(data)
     assert [tuple(stock_read(tmp_path).state_dict_metadata[name].size) for name in names] == sizes
+
+
+@given(st.lists(st.sampled_from([(4,), (2, 2), (3, 1), (1, 3)]), min_size=1, max_size=20))
+@settings(deadline=None)
+def test_entries_may_be_made_one_by_one(tensors: list[tuple[int, ...]]) -> None:
+    """Objects that are freed before the next entry is made are not confused with those of the next entry."""
+
+    def tensor(sizes: tuple[int, ...]) -> TensorMetadata:
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        return TensorMetadata("int8", (4,), tuple([Region((a,), (n,)) for a, n in zip(begins, sizes, strict=True)]))
+
+    def entries() -> Iterator[ShardedStorageEntries]:
+        for i, sizes in enumerate(tensors):
+            regions, count = tensor(sizes).chunks, len(sizes)
+            files = tuple([f"__{i}_{at}.distcp" for at in range(count)])
+            yield ShardedStorageEntries(f"t{i}", regions, files, [i] * count, tuple([700 + i] * count))
+
+    class Tensors(Mapping[str, TensorMetadata]):
+        def __getitem__(self, name: str) -> TensorMetadata:
+            return tensor(tensors[int(name[1:])])
+
+        def __iter__(self) -> Iterator[str]:
+            return (f"t{i}" for i in range(len(tensors)))
+
+        def __len__(self) -> int:
+            return len(tensors)
+
+    parsed = parse_metadata(pickle_metadata(Tensors(), (), entries()), "x")
+    assert parsed.tensors == dict(Tensors().items())
+    assert parsed.storage == {
+        (f"t{i}", region.offsets): StorageInfo(f"__{i}_{at}.distcp", i, 700 + i)
+        for i, sizes in enumerate(tensors)
+        for at, region in enumerate(tensor(sizes).chunks)
+    }
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(70_000, marks=pytest.mark.slow)])

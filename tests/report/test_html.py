@@ -61,7 +61,7 @@ def catalog_of(rows: Iterable[tuple[str, Shape, int]], dims: ParallelDims) -> Ca
             names[key] = tuple(f"__{dims.ranks_of_stage(stage)[block.rank_in_stage]}_0.distcp" for block in blocks)
         lengths = tuple(BF16.nbytes(block.region.numel) for block in blocks)
         places = array("q", [at * 1000] * len(blocks))
-        catalog.tensors[name] = TensorEntry(name, BF16, shape, ShardedChunks(blocks, names[key], lengths, places))
+        catalog.tensors[name] = TensorEntry(name, BF16, shape, ShardedChunks(blocks, names[key], places, lengths))
     return catalog
 
 
@@ -237,7 +237,7 @@ def test_replicas_are_hatched(replicate: bool) -> None:
     dims = ParallelDims(2)
     blocks = blocks_of_stage((4,), None, dims, replicate)
     chunks = ShardedChunks(
-        blocks, ("__0_0.distcp", "__1_0.distcp")[: len(blocks)], (8,) * len(blocks), array("q", [0] * len(blocks))
+        blocks, ("__0_0.distcp", "__1_0.distcp")[: len(blocks)], array("q", [0] * len(blocks)), (8,) * len(blocks)
     )
     catalog = Catalog(Path("made"), "dcp", {"norm": TensorEntry("norm", BF16, (4,), chunks)})
     catalog.files = {"__0_0.distcp": 8, "__1_0.distcp": 8}

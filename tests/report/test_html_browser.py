@@ -90,7 +90,7 @@ def test_a_tensor_cut_along_three_dims_is_drawn_in_slices(browser: list[str], tm
     corners = list(itertools.product((0, 2), repeat=3))
     blocks = tuple(Block(rank_in_stage, Region(corner, (2, 2, 2))) for rank_in_stage, corner in enumerate(corners))
     names = tuple(f"__{rank_in_stage}_0.distcp" for rank_in_stage in range(8))
-    chunks = ShardedChunks(blocks, names, (16,) * 8, array("q", [0] * 8))
+    chunks = ShardedChunks(blocks, names, array("q", [0] * 8), (16,) * 8)
     catalog = Catalog(Path("made"), "dcp", {"w": TensorEntry("w", DTYPES_BY_NAME["BF16"], (4, 4, 4), chunks)})
     catalog.files = dict.fromkeys(names, 16)
     path = tmp_path / "layout.html"

@@ -59,7 +59,7 @@ def test_replicated_tensors_that_one_tp_rank_stores(replicate: bool, said_of: st
     for name, each in blocks.items():
         files = tuple(f"__{block.rank_in_stage}_0.distcp" for block in each)
         lengths = tuple(BF16.nbytes(block.region.numel) for block in each)
-        chunks = ShardedChunks(each, files, lengths, array("q", range(0, 64 * len(each), 64)))
+        chunks = ShardedChunks(each, files, array("q", range(0, 64 * len(each), 64)), lengths)
         catalog.tensors[name] = TensorEntry(name, BF16, (4, 4) if name == "split" else (4,), chunks)
     layout = layout_by_rank(catalog, {name: name for name in catalog.tensors}, dims)
     assert layout.once_stored_count == (not replicate)

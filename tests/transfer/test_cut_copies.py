@@ -107,7 +107,7 @@ def allocate(dims: ParallelDims, framed: bool, replicate: bool = False, prologue
             lengths.append(nbytes)
             ends[file] += nbytes
         files = tuple(names[block.rank_in_stage] for block in blocks)
-        catalog.tensors[name] = TensorEntry(name, dtype, shape, ShardedChunks(blocks, files, tuple(lengths), offsets))
+        catalog.tensors[name] = TensorEntry(name, dtype, shape, ShardedChunks(blocks, files, offsets, tuple(lengths)))
     catalog.files = ends
     return catalog
 
@@ -304,7 +304,7 @@ def test_a_wrong_cut_is_caught_before_a_byte_moves(place: MemoryPath, how: str, 
     assert isinstance(entry.chunks, ShardedChunks)
     blocks = spoiled(entry.chunks.blocks, how)
     names = tuple(f"rank{block.rank_in_stage}" for block in blocks)
-    chunks = ShardedChunks(blocks, names, (1,) * len(blocks), array("q", range(len(blocks))))
+    chunks = ShardedChunks(blocks, names, array("q", range(len(blocks))), (1,) * len(blocks))
     target.tensors["rows"] = entry._replace(chunks=chunks)
     with pytest.raises(InternalError, match=said):
         planned(source, target, True)
@@ -318,7 +318,7 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
         for name, entry in stage.tensors.items():
             assert isinstance(entry.chunks, ShardedChunks)
             files = tuple(f"stage{number}-{file}" for file in entry.chunks.files)
-            chunks = ShardedChunks(entry.chunks.blocks, files, entry.chunks.lengths, entry.chunks.offsets)
+            chunks = ShardedChunks(entry.chunks.blocks, files, entry.chunks.offsets, entry.chunks.lengths)
             merged.tensors[f"{number}.{name}"] = TensorEntry(f"{number}.{name}", entry.dtype, entry.shape, chunks)
         merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
         groups.append(tuple(f"stage{number}-{file}" for file in stage.files))

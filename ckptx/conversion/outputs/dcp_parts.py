@@ -138,7 +138,7 @@ def _append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: s
             files = prefixed_files.get(id(chunks.files))
             if files is None:
                 files = prefixed_files[id(chunks.files)] = tuple(path_prefix + file for file in chunks.files)
-            chunks = ShardedChunks(chunks.blocks, files, chunks.lengths, chunks.offsets, chunks.are_archives)
+            chunks = ShardedChunks(chunks.blocks, files, chunks.offsets, chunks.lengths, chunks.are_archives)
             entry = entry._replace(chunks=chunks)
         output.catalog.tensors[name] = entry
     for name, pickled in layout.catalog.objects.items():

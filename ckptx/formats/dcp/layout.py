@@ -71,7 +71,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
 
     Args:
         root: Output directory.
-        tensors: Names, dtypes and shapes in the order of the source; their chunks are ignored.
+        tensors: Names, dtypes and shapes in the order of the source; their chunks are ignored, and so are replicas.
         files: Number of files; None chooses it by size. There are never more files than tensors.
 
     Raises:
@@ -79,22 +79,23 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
     """
     entries = list(tensors)
     layouts: dict[tuple[DType, Shape], tuple[tuple[Block, ...], tuple[int, ...]]] = {}
-    for name, dtype, shape, _, _ in entries:
+    for entry in entries:
+        dtype, shape = entry.dtype, entry.shape
         if (dtype, shape) not in layouts:
-            length = archive_length(dtype, torch_shape(dtype, shape, name))
+            length = archive_length(dtype, torch_shape(dtype, shape, entry.name))
             layouts[dtype, shape] = (Block(0, full_region(shape)),), (length,)
     placements = [layouts[entry.dtype, entry.shape] for entry in entries]
     sizes = [length for _, (length,) in placements]
     count = min(files or file_count(sum(sizes)), max(1, len(entries)))
-    names = [(f"__{index}_0.distcp",) for index in range(count)]
+    file_names = [(f"__{index}_0.distcp",) for index in range(count)]
     catalog = Catalog(root, "dcp", {})
     for entry, (blocks, lengths), size, index in zip(
         entries, placements, sizes, split_evenly(sizes, count), strict=True
     ):
-        (file,) = names[index]
+        (file,) = file_names[index]
         offset = catalog.files.get(file, 0)
-        chunks = ShardedChunks(blocks, names[index], lengths, array("q", [offset]), are_archives=True)
-        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks, entry.replicas)
+        chunks = ShardedChunks(blocks, file_names[index], array("q", [offset]), lengths, are_archives=True)
+        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks)
         catalog.files[file] = offset + size
     return catalog
 
@@ -190,42 +191,42 @@ class _SharedSharding(NamedTuple):
     """Sizes that equally sharded tensors share in the files to which they are appended.
 
     Attributes:
-        lengths: Archive length of each block in bytes, see `ShardedChunks`.
+        files: File of each block, see `ShardedChunks`.
+        lengths: Archive length of each block in bytes.
         positions: For each block its rank_in_stage, and the bytes of the same tensor before it in the file of that
             rank.
         bytes_by_rank: (rank_in_stage, bytes of the tensor), for each rank that has some.
     """
 
+    files: tuple[str, ...]
     lengths: tuple[int, ...]
     positions: tuple[tuple[int, int], ...]
     bytes_by_rank: tuple[tuple[int, int], ...]
 
 
-def _append_tensors(catalog: Catalog, members: _Members, names: list[str]) -> dict[int, int]:
+def _append_tensors(catalog: Catalog, members: _Members, file_names: list[str]) -> dict[int, int]:
     """Append tensors to one file per rank_in_stage; return the bytes of each file that received some."""
     shardings: dict[tuple[int, DType], _SharedSharding] = {}
-    files_by_blocks: dict[int, tuple[str, ...]] = {}
     sizes: dict[int, int] = {}
     for entry, blocks in members:
-        name, dtype, shape, _, _ = entry
-        sharding = shardings.get((id(blocks), dtype))
+        key = id(blocks), entry.dtype
+        sharding = shardings.get(key)
         if sharding is None:
-            sharding = shardings[id(blocks), dtype] = _shared_sharding(entry, blocks)
-            # A separate object for each dtype, because shardings are numbered by the identity of these objects.
-            files_by_blocks[id(blocks)] = tuple([names[block.rank_in_stage] for block in blocks])
+            sharding = shardings[key] = _shared_sharding(entry, blocks, file_names)
             for rank, _ in sharding.bytes_by_rank:
                 sizes.setdefault(rank, 0)
         offsets = array("q", [sizes[rank] + before for rank, before in sharding.positions])
         for rank, nbytes in sharding.bytes_by_rank:
             sizes[rank] += nbytes
-        chunks = ShardedChunks(blocks, files_by_blocks[id(blocks)], sharding.lengths, offsets, are_archives=True)
-        catalog.tensors[name] = TensorEntry(name, dtype, shape, chunks)
+        chunks = ShardedChunks(blocks, sharding.files, offsets, sharding.lengths, are_archives=True)
+        catalog.tensors[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, chunks)
     return sizes
 
 
-def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSharding:
+def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...], file_names: list[str]) -> _SharedSharding:
     assert not any(block.is_replica for block in blocks)
     dtype, name = entry.dtype, entry.name
+    files = tuple([file_names[block.rank_in_stage] for block in blocks])
     lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
     positions: list[tuple[int, int]] = []
     bytes_by_rank: dict[int, int] = {}
@@ -233,7 +234,7 @@ def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...]) -> _SharedSh
         before = bytes_by_rank.get(block.rank_in_stage, 0)
         positions.append((block.rank_in_stage, before))
         bytes_by_rank[block.rank_in_stage] = before + length
-    return _SharedSharding(lengths, tuple(positions), tuple(bytes_by_rank.items()))
+    return _SharedSharding(files, lengths, tuple(positions), tuple(bytes_by_rank.items()))
 
 
 def metadata_bytes(

@@ -24,31 +24,31 @@ class StorageEntry(NamedTuple):
     Attributes:
         fqn: Name of the tensor or object.
         chunk_index: Index of the chunk in the tensor; None for an object.
-        offsets: Offsets of the chunk in the tensor, in torch elements; None for an object.
+        chunk_offsets: Offsets of the chunk in the tensor, in torch elements (see `torch_shape`); None for an object.
         location: File, offset and length of the bytes of the chunk or object.
     """
 
     fqn: str
     chunk_index: int | None
-    offsets: Shape | None
+    chunk_offsets: Shape | None
     location: StorageInfo
 
 
 class ShardedStorageEntries(NamedTuple):
-    """The entries of a sharded tensor. Equally sharded tensors share the objects of all fields but `fqn` and `offsets`.
+    """The entries of a sharded tensor, written fastest if equally sharded tensors share regions, files and lengths.
 
     Attributes:
         fqn: Name of the tensor.
-        chunks: Region of each chunk in torch elements.
+        regions: Region of each chunk in torch elements, see `torch_shape`.
         files: File of each chunk.
-        offsets: First byte of each chunk in its file.
+        file_offsets: First byte of each chunk in its file.
         lengths: Number of bytes of each chunk.
     """
 
     fqn: str
-    chunks: tuple[Region, ...]
+    regions: tuple[Region, ...]
     files: tuple[str, ...]
-    offsets: Sequence[int]
+    file_offsets: Sequence[int]
     lengths: tuple[int, ...]
 
 
@@ -93,16 +93,17 @@ def pickle_metadata(
     emitter, file = PickleEmitter(), BytesIO()
     write = file.write
     write(emitter.head())
-    known_tensors: dict[int, bytes] = {}  # by `id`: equal tensors are one object
+    # Codes by `id`, as equal tensors may be one object; with the tensor itself, so that its id stays unique.
+    known_tensors: dict[int, tuple[TensorMetadata, bytes]] = {}
     for fqn, tensor in tensors.items():
         write(emitter.text(fqn))
-        known_code = known_tensors.get(id(tensor))
-        if known_code is None:
+        known_tensor = known_tensors.get(id(tensor))
+        if known_tensor is None:
             write(emitter.tensor(tensor))
             # Emitted again, because the code is shorter now that its values are in the memo.
-            known_tensors[id(tensor)] = emitter.tensor(tensor)
+            known_tensors[id(tensor)] = tensor, emitter.tensor(tensor)
         else:
-            write(known_code)
+            write(known_tensor[1])
     for fqn in objects:
         write(emitter.text(fqn) + emitter.global_reference(METADATA_MODULE, BYTES_CLASS) + b")\x81")
     write(b"u" + emitter.text("planner_data"))
@@ -121,26 +122,26 @@ def pickle_metadata(
 def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitter: PickleEmitter) -> Iterator[bytes]:
     key = emitter.new(METADATA_MODULE, "MetadataIndex") + emitter.text("fqn")
     entry_codes = _StorageEntryCodes(emitter)
-    # By `id` of chunks, files and lengths, which live as long as the catalog.
-    known_shardings: dict[tuple[int, int, int], list[tuple[bytes, bytes]]] = {}
+    # Codes by `id` of regions, files and lengths; with the entries themselves, so that these ids stay unique.
+    known_shardings: dict[tuple[int, int, int], tuple[ShardedStorageEntries, list[tuple[bytes, bytes]]]] = {}
     for entry in storage:
         name = key + emitter.text(entry.fqn)
         if isinstance(entry, StorageEntry):
-            begin, end = entry_codes.surrounding_codes(entry.chunk_index, entry.offsets, entry.location)
+            begin, end = entry_codes.surrounding_codes(entry.chunk_index, entry.chunk_offsets, entry.location)
             yield name + begin + pickled_int(entry.location.offset) + end
             continue
-        _, chunks, files, offsets, lengths = entry
-        sharding = (id(chunks), id(files), id(lengths))
-        known_codes = known_shardings.get(sharding)
-        if known_codes is None:
+        _, regions, files, file_offsets, lengths = entry
+        sharding = (id(regions), id(files), id(lengths))
+        known = known_shardings.get(sharding)
+        if known is None:
             for begin, end, offset in entry_codes.sharding_codes(entry):
                 yield name + begin + pickled_int(offset) + end
             # Emitted again, because the codes are shorter now, as in `pickle_metadata`.
-            known_shardings[sharding] = [(begin, end) for begin, end, _ in entry_codes.sharding_codes(entry)]
+            known_shardings[sharding] = entry, [(begin, end) for begin, end, _ in entry_codes.sharding_codes(entry)]
             continue
         codes: list[bytes] = []
         previous_offset, offset_code = -1, b""
-        for (begin, end), offset in zip(known_codes, offsets, strict=True):
+        for (begin, end), offset in zip(known[1], file_offsets, strict=True):
             if offset != previous_offset:  # blocks of one length begin at the same offset in the file of every rank
                 previous_offset, offset_code = offset, pickled_int(offset)
             codes += (name, begin, offset_code, end)
@@ -156,10 +157,14 @@ class _StorageEntryCodes:
         self._storage_info = b"ub" + emitter.new(FILESYSTEM_MODULE, "_StorageInfo") + emitter.text("relative_path")
         self._length_key = emitter.text("length")
 
-    def surrounding_codes(self, index: int | None, offsets: Shape | None, location: StorageInfo) -> tuple[bytes, bytes]:
+    def surrounding_codes(
+        self, index: int | None, chunk_offsets: Shape | None, location: StorageInfo
+    ) -> tuple[bytes, bytes]:
         """Return the opcodes of one entry before and after its offset in the file; see `StorageEntry`."""
         emitter = self._emitter
-        index_code = b"N" if offsets is None else pickled_int(index or 0) + self._offset_key + emitter.size(offsets)
+        index_code = b"N"
+        if chunk_offsets is not None:
+            index_code = pickled_int(index or 0) + self._offset_key + emitter.size(chunk_offsets)
         begin = self._index_key + index_code + self._storage_info + emitter.text(location.path) + self._offset_key
         end = self._length_key + pickled_int(location.length)
         if location.transforms:
@@ -168,7 +173,7 @@ class _StorageEntryCodes:
 
     def sharding_codes(self, sharding: ShardedStorageEntries) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield for each entry the opcodes before and after its offset, and the offset."""
-        locations = zip(sharding.chunks, sharding.files, sharding.offsets, sharding.lengths, strict=True)
+        locations = zip(sharding.regions, sharding.files, sharding.file_offsets, sharding.lengths, strict=True)
         for index, (region, file, offset, length) in enumerate(locations):
             yield *self.surrounding_codes(index, region.offsets, StorageInfo(file, offset, length)), offset
 

@@ -128,17 +128,20 @@ class _StageFiles:
         key = (id(blocks), entry.dtype)
         sharding = self._shardings.get(key)
         if sharding is None:
-            files = tuple(self._names[position] for position in self._positions[id(blocks)])
-            lengths = tuple(_block_nbytes(entry, block) for block in blocks)
-            sharding = self._shardings[key] = files, lengths, [{OFFSETS_KEY: block.region.offsets} for block in blocks]
+            sharding = self._shardings[key] = (
+                tuple(self._names[position] for position in self._positions[id(blocks)]),
+                tuple(_block_nbytes(entry, block) for block in blocks),
+                [{OFFSETS_KEY: block.region.offsets} for block in blocks],
+            )
+        files, lengths, infos = sharding
         offsets = array("q")
-        for block, name, length, info in zip(blocks, *sharding, strict=True):
+        for block, name, length, info in zip(blocks, files, lengths, infos, strict=True):
             file = self._files[name]
             offsets.append(file.nbytes)
             file.header_tensors.append((entry.name, entry.dtype, block.region.sizes, file.nbytes, file.nbytes + length))
             file.sharding_info[entry.name] = info
             file.nbytes += length
-        self.allocated.append((entry, ShardedChunks(blocks, *sharding[:2], offsets)))
+        self.allocated.append((entry, ShardedChunks(blocks, files, offsets, lengths)))
 
     def finish(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield the name of each file, its first bytes (length and header), and the number of bytes of its tensors."""
