@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptx.catalog.region import Shape
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
@@ -35,12 +37,23 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per torch element (a pair of values for F4)."""
+        """Bytes per torch element; 1 for F4, whose torch elements are pairs."""
         return self.bits * self.pack // 8
 
     def nbytes(self, numel: int) -> int:
         """Return the size of `numel` elements in bytes; sub-byte elements round up to a whole byte."""
         return (numel * self.bits + 7) // 8
+
+    def to_torch_elements(self, counts: Shape) -> Shape:
+        """Return a shape or offsets in torch elements; the last count must be a multiple of `pack`."""
+        if self.pack == 1 or not counts:
+            return counts
+        assert not counts[-1] % self.pack
+        return (*counts[:-1], counts[-1] // self.pack)
+
+    def from_torch_elements(self, counts: Shape) -> Shape:
+        """Return a shape or offsets in elements."""
+        return counts if self.pack == 1 or not counts else (*counts[:-1], counts[-1] * self.pack)
 
     def __repr__(self) -> str:
         return self.name

@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
         offset: Position of the first byte of the elements in the file; for an archive, of the archive.
         nbytes: Length in bytes, from `offset`.
         strides: Strides in elements, one per dim; None if the elements are row-major.
-        record: The checksummed record that contains the elements; None if the format has no checksums.
+        record: Record of the storage that contains the elements; None if the format has no checksums.
         is_archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
     """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, InternalError, UnsupportedError
-from ckptx.mapping.rewrite import concat, interleave, merge, permute_rope, split, transpose, unmerge
+from ckptx.mapping.rewrite import KEEP_NAMES, concat, interleave, merge, permute_rope, split, transpose, unmerge
 from ckptx.wording import counted
 
 UNSUPPORTED_PREFIX = "unsupported:"
@@ -153,7 +153,7 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
     name = op.kind.removeprefix(UNSUPPORTED_PREFIX)
     raise UnsupportedError(
         f'tensor "{columns[0][0].name}": the model stores it in another form, produced by {name} of transformers, '
-        "which ckptx does not support; keep its current names"
+        f"which ckptx does not support; {KEEP_NAMES}"
     )
 
 
@@ -168,7 +168,7 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
         if len(sizes) != (len(op.args) or count):
             raise UnsupportedError(
                 f'tensor "{entry.name}": the model splits it into {counted(count, "part")} of unknown sizes; '
-                "keep its current names"
+                + KEEP_NAMES
             )
         return sizes
     size, parts = entry.shape[op.dim], op.args[0] if op.args else count
@@ -185,8 +185,7 @@ def _transpose(entry: TensorEntry, op: Op, expected_shape: Shape | None) -> Tens
     if op.args[:1] == (1,):
         if expected_shape is None:
             raise UnsupportedError(
-                f'tensor "{entry.name}": may be stored transposed, and the expected shape is unknown; '
-                "keep its current names"
+                f'tensor "{entry.name}": may be stored transposed, and the expected shape is unknown; ' + KEEP_NAMES
             )
         if entry.shape == expected_shape:
             return entry

@@ -17,6 +17,9 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.wording import counted
 
+# Advice for a conversion of names that ckptx cannot do.
+KEEP_NAMES = "keep its names: pass --names hf or --names model, whichever it has now"
+
 
 def merge(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
     """Stack tensors of one shape along a new dim.
@@ -65,7 +68,7 @@ def _drop_dim(chunk: Chunk, dim: int, dtype: DType) -> Chunk:
     strides = (
         None
         if chunk.strides is None
-        else _none_if_row_major(_torch_elements(region.sizes, dtype), _without_dim(chunk.strides, dim))
+        else _none_if_row_major(dtype.to_torch_elements(region.sizes), _without_dim(chunk.strides, dim))
     )
     return chunk._replace(region=region, strides=strides)
 
@@ -149,7 +152,7 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
     if entry.dtype.bits % 8 and order[-1] != len(order) - 1:
         raise UnsupportedError(
             f'tensor "{entry.name}": {entry.dtype} elements share bytes along the last dim and cannot be transposed; '
-            "keep its current names"
+            + KEEP_NAMES
         )
 
     def reorder(values: Shape) -> Shape:
@@ -157,9 +160,9 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
 
     def transpose_chunk(chunk: Chunk) -> Chunk:
         region = Region(reorder(chunk.region.offsets), reorder(chunk.region.sizes))
-        strides = reorder(_strides(_require_located(chunk, entry.name), entry.dtype))
+        strides = reorder(_strides(_require_located(chunk, entry.name), entry))
         return chunk._replace(
-            region=region, strides=_none_if_row_major(_torch_elements(region.sizes, entry.dtype), strides)
+            region=region, strides=_none_if_row_major(entry.dtype.to_torch_elements(region.sizes), strides)
         )
 
     return _map_chunks(entry, reorder(entry.shape), transpose_chunk)
@@ -213,7 +216,7 @@ def regroup(entry: TensorEntry, dim: int, a: int, b: int) -> TensorEntry:
     if entry.dtype.bits % 8 and dim == len(entry.shape) - 1:
         raise UnsupportedError(
             f'tensor "{entry.name}": {entry.dtype} elements share bytes along dim {dim} and cannot be reordered; '
-            "keep its current names"
+            + KEEP_NAMES
         )
     if not prod(entry.shape):
         return entry
@@ -239,7 +242,7 @@ class RegroupedRows(Sequence[Chunk]):
         self._first_rows = [
             (
                 slice_chunk(chunk, _replace_extent(chunk.region, dim, chunk.region.offsets[dim], 1), entry),
-                _strides(chunk, entry.dtype)[dim] * entry.dtype.itemsize,
+                _strides(chunk, entry)[dim] * entry.dtype.itemsize,
             )
             for chunk in filled
         ]
@@ -287,11 +290,11 @@ def slice_chunk(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
     starts = tuple(a - b for a, b in zip(part.offsets, chunk.region.offsets, strict=True))
     if dtype.bits % 8 and (dtype.pack == 1 or starts[-1] % dtype.pack or part.sizes[-1] % dtype.pack):
         raise UnsupportedError(
-            f'tensor "{entry.name}": {dtype} elements share bytes and cannot be split at {part}; keep its current names'
+            f'tensor "{entry.name}": {dtype} elements share bytes and cannot be split at {part}; {KEEP_NAMES}'
         )
-    strides = _strides(_require_located(chunk, entry.name), dtype)
-    sizes = _torch_elements(part.sizes, dtype)
-    first = sum(start * stride for start, stride in zip(_torch_elements(starts, dtype), strides, strict=True))
+    strides = _strides(_require_located(chunk, entry.name), entry)
+    sizes = dtype.to_torch_elements(part.sizes)
+    first = sum(start * stride for start, stride in zip(dtype.to_torch_elements(starts), strides, strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return chunk._replace(
         region=part,
@@ -301,17 +304,21 @@ def slice_chunk(chunk: Chunk, part: Region, entry: TensorEntry) -> Chunk:
     )
 
 
-def _strides(chunk: Chunk, dtype: DType) -> Shape:
-    """Return the strides of a chunk in torch elements, including row-major ones."""
+def _strides(chunk: Chunk, entry: TensorEntry) -> Shape:
+    """Return the strides of a chunk in torch elements, including row-major ones.
+
+    Raises:
+        UnsupportedError: The dtype packs elements into bytes, and rows begin inside a byte.
+    """
     if chunk.strides is not None:
         return chunk.strides
-    sizes = _torch_elements(chunk.region.sizes, dtype)
+    dtype, sizes = entry.dtype, chunk.region.sizes
+    if dtype.bits % 8 and (dtype.pack == 1 or any(size % dtype.pack for size in sizes[-1:])):
+        raise UnsupportedError(
+            f'tensor "{entry.name}": {dtype} elements of two rows share a byte and cannot be reordered; {KEEP_NAMES}'
+        )
+    sizes = dtype.to_torch_elements(sizes)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-def _torch_elements(counts: Shape, dtype: DType) -> Shape:
-    """Convert sizes or offsets from elements to torch elements, each of which packs several along the last dim."""
-    return (*counts[:-1], counts[-1] // dtype.pack) if counts and dtype.pack > 1 else counts
 
 
 def _none_if_row_major(sizes: Shape, strides: Shape) -> Shape | None:

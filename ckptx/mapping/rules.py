@@ -25,6 +25,7 @@ from ckptx.mapping.name_index import NameIndex, indices_of
 from ckptx.mapping.names import pattern_of, split_pattern
 from ckptx.mapping.ops import Columns, Conversion, convert
 from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX, weight_conversions
+from ckptx.mapping.rewrite import KEEP_NAMES
 from ckptx.wording import counted
 
 ShapeLookup = Callable[[str], "Shape | None"]
@@ -376,7 +377,7 @@ class NameRules:
                 }:
                     raise UnsupportedError(
                         f'tensor "{name}": is quantized, and converting its name would reorder its elements, which '
-                        "ckptx cannot do; dequantize it, or keep its current names"
+                        "ckptx cannot do; pass --dequantize, or " + KEEP_NAMES
                     )
                 destinations[name] = name
                 unconverted.append(name)

@@ -317,9 +317,7 @@ class PickleReader:
         storage = tensor.storage
         record = storage.record or Record(0, storage.ref.nbytes, None)
         location = locate_tensor(tensor.ref, {storage.ref.key: record}, f'{self.subject}: tensor "{name}"')
-        shape = location.shape
-        if location.dtype.pack > 1 and shape:
-            shape = (*shape[:-1], shape[-1] * location.dtype.pack)
+        shape = location.dtype.from_torch_elements(location.torch_shape)
         chunk = Chunk(
             full_region(shape), self._file, location.data_offset, location.nbytes, location.strides, location.record
         )

@@ -23,7 +23,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import CkptxError
 from ckptx.formats.dcp.metadata import DcpMetadata, parse_metadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
-from ckptx.formats.torch_archive.archive import archive_head
+from ckptx.formats.torch_archive.archive import archive_frame
 from tests.support.checkpoint_writers import (
     INDEX,
     LLAMA,
@@ -472,7 +472,7 @@ def _(tensor: Value) -> bytes:
 )
 def _(tensor: Value) -> bytes:
     data = bytearray(archive(tensor))
-    data[len(archive_head(DTYPES_BY_NAME["F32"], (4, 2))) + 3] ^= 0x10
+    data[len(archive_frame(DTYPES_BY_NAME["F32"], (4, 2)).head) + 3] ^= 0x10
     return bytes(data)
 
 

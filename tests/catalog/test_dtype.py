@@ -23,6 +23,15 @@ def test_sub_byte_elements_round_up_and_are_pairs_for_torch() -> None:
     assert DTYPES_BY_NAME["F4"].itemsize == 1
 
 
+def test_torch_counts_pairs_of_elements_of_half_a_byte() -> None:
+    f4, f32 = DTYPES_BY_NAME["F4"], DTYPES_BY_NAME["F32"]
+    for shape in ((), (4,), (3, 6), (3, 0)):
+        assert f4.from_torch_elements(f4.to_torch_elements(shape)) == shape == f32.to_torch_elements(shape)
+    assert (f4.to_torch_elements((3, 6)), f4.from_torch_elements((3, 6))) == ((3, 3), (3, 12))
+    with pytest.raises(AssertionError):
+        f4.to_torch_elements((6, 3))
+
+
 def test_only_plain_floats_are_cast() -> None:
     assert {dtype.name for dtype in DTYPES_BY_NAME.values() if dtype.is_castable} == {"F64", "F32", "F16", "BF16"}
     assert {key: dtype.name for key, dtype in DTYPE_BY_OPTION.items()} == {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

@@ -18,7 +18,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
-from ckptx.formats.torch_archive.archive import archive_head, archive_tail
+from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.storage.interface import SourceFiles
 
 GOLDENS = Path(__file__).resolve().parents[2] / "fixtures" / "dcp"
@@ -82,8 +82,8 @@ def archive(tensor: torch.Tensor) -> bytes:
     """The archive ckptx writes for a row-major tensor."""
     dtype = DTYPES_BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
     data = raw_bytes(tensor)
-    shape = tuple(tensor.shape)
-    return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
+    frame = archive_frame(dtype, dtype.from_torch_elements(tuple(tensor.shape)))
+    return frame.head + data + frame.build_tail(zlib.crc32(data))
 
 
 def write_dcp(

@@ -25,9 +25,7 @@ from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.formats.torch_archive.archive import (
     Payload,
     archive_frame,
-    archive_head,
     archive_length,
-    archive_tail,
     is_row_major,
     locate_payload,
     open_archive,
@@ -78,7 +76,7 @@ def test_an_archive_is_what_torch_writes(dtype: DType) -> None:
     for shape in SHAPES:
         tensor = raw_tensor(str(dtype.torch_name), shape)
         assert archive(tensor) == saved(tensor), shape
-        assert archive_length(dtype, shape) == len(saved(tensor))
+        assert archive_length(dtype, dtype.from_torch_elements(shape)) == len(saved(tensor))
 
 
 class HeadAndTail(io.RawIOBase):
@@ -110,13 +108,13 @@ def test_an_archive_around_4_gib_is_what_torch_writes(nbytes: int) -> None:
     for begin in range(0, nbytes, 1 << 24):
         crc = zlib.crc32(zeros[: min(1 << 24, nbytes - begin)], crc)
     assert file.length == archive_length(dtype, shape)
-    ours = archive_head(dtype, shape) + b"<%d>" % nbytes + archive_tail(dtype, shape, crc)
+    ours = archive_frame(dtype, shape).head + b"<%d>" % nbytes + archive_frame(dtype, shape).build_tail(crc)
     assert b"".join(file.kept) == ours
 
 
 def test_a_head_of_4_gib_and_more_moves_to_zip64_fields() -> None:
     shape = (1 << 33,)
-    head, tail = archive_head(BF16, shape), archive_tail(BF16, shape, 7)
+    head, tail = archive_frame(BF16, shape).head, archive_frame(BF16, shape).build_tail(7)
     assert len(head) % 64 == 0
     assert tail[:8] == b"PK\7\x08\7\0\0\0"
     assert int.from_bytes(tail[8:16], "little") == 1 << 34
@@ -125,7 +123,7 @@ def test_a_head_of_4_gib_and_more_moves_to_zip64_fields() -> None:
 
 def test_a_sparse_archive_beyond_4_gib_is_found_both_ways(tmp_path: Path) -> None:
     shape = (5 << 29,)
-    head, tail = archive_head(BF16, shape), archive_tail(BF16, shape, 7)
+    head, tail = archive_frame(BF16, shape).head, archive_frame(BF16, shape).build_tail(7)
     path = tmp_path / "big"
     with path.open("wb") as file:
         file.write(b"before" + head)
@@ -153,9 +151,9 @@ def test_an_expected_archive_takes_two_reads() -> None:
         return data[offset - 100 : offset - 100 + nbytes]
 
     payload = locate_payload(read, 100, len(data), "x", BF16, (3, 5))
-    assert payload.data_offset == 100 + len(archive_head(BF16, (3, 5)))
+    assert payload.data_offset == 100 + len(archive_frame(BF16, (3, 5)).head)
     assert payload.record.crc == zlib.crc32(raw_bytes(raw_tensor("bfloat16", (3, 5))))
-    assert reads == [len(archive_head(BF16, (3, 5))), 16]
+    assert reads == [len(archive_frame(BF16, (3, 5)).head), 16]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -164,13 +162,13 @@ def test_both_ways_of_reading_agree(dtype: DType) -> None:
     for shape in SHAPES:
         data = archive(raw_tensor(str(dtype.torch_name), shape))
         found = locate(data)
-        assert locate(data, dtype, shape) == found
-        assert (found.dtype, found.shape, found.strides) == (dtype, shape, None)
+        assert locate(data, dtype, dtype.from_torch_elements(shape)) == found
+        assert (found.dtype, found.torch_shape, found.strides) == (dtype, shape, None)
 
 
 def test_an_archive_of_another_shape_is_found_with_its_own_shape() -> None:
     data = archive(raw_tensor("bfloat16", (3, 5)))
-    assert locate(data, BF16, (5, 3)).shape == (3, 5)
+    assert locate(data, BF16, (5, 3)).torch_shape == (3, 5)
     assert locate(data, DTYPES_BY_NAME["F16"], (3, 5)).dtype is BF16
 
 
@@ -194,9 +192,9 @@ def test_a_view_is_found_by_offset_and_strides(view: Callable[[torch.Tensor], to
     data = saved(tensor, pickle_protocol=protocol)
     found = locate(data)
     storage = np.frombuffer(data, dtype="V4", offset=found.data_offset, count=found.nbytes // 4)
-    strides = found.strides or tuple(torch.empty(found.shape).stride())
-    block = np.lib.stride_tricks.as_strided(storage, found.shape, [stride * 4 for stride in strides])
-    assert found.shape == tuple(tensor.shape)
+    strides = found.strides or tuple(torch.empty(found.torch_shape).stride())
+    block = np.lib.stride_tricks.as_strided(storage, found.torch_shape, [stride * 4 for stride in strides])
+    assert found.torch_shape == tuple(tensor.shape)
     assert block.tobytes() == raw_bytes(tensor)
     assert (found.strides is None) == (tensor.is_contiguous() or not tensor.numel())
     assert found.record.offset <= found.data_offset
@@ -254,7 +252,7 @@ def test_a_checksum_of_zero_is_not_recorded() -> None:
 
 
 def test_a_checksum_of_zero_in_our_own_frame_is_not_recorded() -> None:
-    data = archive_head(BF16, (2,)) + b"abcd" + archive_tail(BF16, (2,), 0)
+    data = archive_frame(BF16, (2,)).head + b"abcd" + archive_frame(BF16, (2,)).build_tail(0)
     assert locate(data, BF16, (2,)).record.crc is None
 
 
@@ -413,20 +411,23 @@ def test_whatever_the_directory_says_what_torch_reads_is_read() -> None:
 
 
 def test_what_is_alike_in_many_archives_is_made_once() -> None:
-    before = torch_zip._build_frame.cache_info().misses
-    tails = {archive_tail(BF16, (2039, 761), crc) for crc in range(1000)}
-    heads = {archive_head(BF16, (2039, 761)) for _ in range(1000)}
+    before = torch_zip._build_parts.cache_info().misses
+    tails = {archive_frame(BF16, (2039, 761)).build_tail(crc) for crc in range(1000)}
+    heads = {archive_frame(BF16, (2039, 761)).head for _ in range(1000)}
     assert (len(heads), len(tails)) == (1, 1000)
-    assert torch_zip._build_frame.cache_info().misses == before + 1
+    assert torch_zip._build_parts.cache_info().misses == before + 1
 
 
 @pytest.mark.parametrize("name", ["BF16", "F32", "U16", "F4"])
 @pytest.mark.parametrize("shape", [(2, 6), (0, 4), (70_000, 2)])
 def test_a_frame_is_the_archive_without_its_elements(name: str, shape: tuple[int, ...]) -> None:
     dtype = DTYPES_BY_NAME[name]
-    sizes = (*shape[:-1], shape[-1] // dtype.pack)
+    sizes = dtype.to_torch_elements(shape)
     frame, crc = archive_frame(dtype, shape), 7 if prod(shape) else 0
-    assert (frame.head, frame.build_tail(crc)) == (archive_head(dtype, sizes), archive_tail(dtype, sizes, crc))
-    assert len(frame.head) + dtype.nbytes(prod(shape)) + frame.tail_nbytes == archive_length(dtype, sizes)
+    data = b"e" * dtype.nbytes(prod(shape))
+    written = frame.head + data + frame.build_tail(crc)
+    assert len(written) == len(frame.head) + len(data) + frame.tail_nbytes == archive_length(dtype, shape)
+    for found in (locate(written), locate(written, dtype, shape)):
+        assert found[:5] == (dtype, sizes, None, len(frame.head), len(data)) and found.record.crc == crc
     before, behind = frame.tail_around_crc
     assert frame.build_tail(crc).startswith(before + crc.to_bytes(4, "little") + behind if before else b"PK\3\4")

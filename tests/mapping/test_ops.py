@@ -218,6 +218,9 @@ def test_pairs_that_share_a_byte_are_not_parted() -> None:
         transpose(entry, 0, 1)
     with pytest.raises(UnsupportedError, match="share bytes"):
         regroup(entry, 1, 2, 4)
+    for dtype, columns in (("F4", 3), ("F6_E2M3", 4)):
+        with pytest.raises(UnsupportedError, match="two rows share a byte"):
+            transpose(entry_of((2, 2, columns), dtype), 0, 1)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "U8"])

@@ -25,7 +25,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, OutputError, SpaceError, UnsupportedError
 from ckptx.formats.hf.reader import refuse_adapters
-from ckptx.formats.torch_archive.archive import archive_head, archive_length, archive_tail
+from ckptx.formats.torch_archive.archive import archive_frame, archive_length
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.storage import files as storage
 from tests.support.checkpoint_writers import (
@@ -165,7 +165,7 @@ def test_wrappers_of_a_training_run_go_unless_two_names_would_become_one(tmp_pat
 def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """torch can be told to record none; small and large tensors go different ways."""
     dtype, tensor = DTYPES_BY_NAME["F32"], value("F32", *shape)
-    payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 0)
+    payload = archive_frame(dtype, shape).head + tensor[2] + archive_frame(dtype, shape).build_tail(0)
     write_dcp(tmp_path / "dcp", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", base="none")
     assert "1 archive record without a CRC-32: their bytes could not be checked" in report.notes
@@ -174,7 +174,7 @@ def test_archives_without_a_checksum_are_counted(tmp_path: Path, shape: tuple[in
 @pytest.mark.parametrize("shape", [(8,), (700_000,)])
 def test_a_wrong_checksum_is_found_in_small_and_large_tensors(tmp_path: Path, shape: tuple[int, ...]) -> None:
     dtype, tensor = DTYPES_BY_NAME["F32"], value("F32", *shape)
-    payload = archive_head(dtype, shape) + tensor[2] + archive_tail(dtype, shape, 12345)
+    payload = archive_frame(dtype, shape).head + tensor[2] + archive_frame(dtype, shape).build_tail(12345)
     write_dcp(tmp_path / "in", {"w": tensor, "v": value("F32", 2)}, payloads={"w": payload})
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match='tensor "w": CRC-32'):

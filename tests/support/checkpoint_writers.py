@@ -19,7 +19,7 @@ from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.region import Region, full_region
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, StorageKey, TensorMetadata
 from ckptx.formats.dcp.metadata_writer import metadata_to_bytes
-from ckptx.formats.torch_archive.archive import archive_head, archive_tail
+from ckptx.formats.torch_archive.archive import archive_frame
 
 Value = tuple[str, tuple[int, ...], bytes]
 
@@ -132,8 +132,8 @@ def llama(
 def archive(tensor: Value) -> bytes:
     """Return a tensor as a torch archive."""
     name, shape, data = tensor
-    dtype = DTYPES_BY_NAME[name]
-    return archive_head(dtype, shape) + data + archive_tail(dtype, shape, zlib.crc32(data))
+    frame = archive_frame(DTYPES_BY_NAME[name], shape)
+    return frame.head + data + frame.build_tail(zlib.crc32(data))
 
 
 def part(tensor: Value, region: Region) -> Value:

@@ -14,7 +14,7 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.conversion.outputs.dcp_parts import DcpOutput
 from ckptx.errors import InputError, InternalError
-from ckptx.formats.dcp.layout import torch_shape
+from ckptx.formats.dcp.layout import in_torch_elements
 from ckptx.formats.dcp.metadata import DcpMetadata, StorageInfo, parse_metadata
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.hf.layout import HuggingFaceLayout
@@ -116,7 +116,7 @@ def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> No
             for region, location in _chunk_locations(fqn, metadata)
         }
         planned = {(_region_in_torch(entry, chunk.region), *chunk[1:4]) for chunk in entry.chunks}
-        size = torch_shape(entry.dtype, entry.shape, fqn)
+        size = in_torch_elements(entry.dtype, entry.shape, fqn)
         if (tensor.dtype, tensor.size) != (entry.dtype.torch_name, size) or recorded != planned:
             raise _internal_error(marker, f'"{fqn}" {tensor.dtype} {tensor.size} at {recorded!s:.200}')
     for fqn in metadata.objects:
@@ -226,7 +226,7 @@ def _first_and_last_blocks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chun
 
 def _region_in_torch(entry: TensorEntry, region: Region) -> Region:
     dtype, name = entry.dtype, entry.name
-    return Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
+    return Region(in_torch_elements(dtype, region.offsets, name), in_torch_elements(dtype, region.sizes, name))
 
 
 def _internal_error(where: str, found: str) -> InternalError:

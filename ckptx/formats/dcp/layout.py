@@ -41,24 +41,34 @@ class DcpLayout(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
 
 
-def torch_shape(dtype: DType, shape: Shape, name: str) -> Shape:
-    """Return a shape in torch elements, which hold two elements of a packed dtype each.
+def in_torch_elements(dtype: DType, counts: Shape, name: str) -> Shape:
+    """Return a shape or offsets in torch elements, which hold two elements of a packed dtype each.
+
+    Args:
+        dtype: Dtype of the tensor.
+        counts: The shape or the offsets.
+        name: Name of the tensor, for the error message.
 
     Raises:
-        UnsupportedError: torch lacks the dtype, or the last dim of a packed dtype has an odd size.
+        UnsupportedError: torch lacks the dtype, or the last count of a packed dtype is odd.
     """
     if dtype.torch_name is None:
         raise UnsupportedError(
             f'tensor "{name}" has dtype {dtype}, which torch lacks, so that a DCP cannot hold it; '
             "write safetensors instead"
         )
-    if dtype.pack == 1:
-        return shape
-    if not shape or shape[-1] % dtype.pack:
+    if dtype.pack > 1 and (not counts or counts[-1] % dtype.pack):
         raise UnsupportedError(
-            f'tensor "{name}" has dtype {dtype} and shape {shape}; torch holds {dtype} in pairs along the last dim'
+            f'tensor "{name}" has dtype {dtype} and a shape or offsets of {counts}; torch holds {dtype} in pairs along '
+            "the last dim"
         )
-    return (*shape[:-1], shape[-1] // dtype.pack)
+    return dtype.to_torch_elements(counts)
+
+
+def _archive_length(dtype: DType, shape: Shape, name: str) -> int:
+    """Return the length of an archive in bytes; raises the errors of `in_torch_elements`."""
+    in_torch_elements(dtype, shape, name)
+    return archive_length(dtype, shape)
 
 
 def file_count(nbytes: int) -> int:
@@ -82,7 +92,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
     for entry in entries:
         dtype, shape = entry.dtype, entry.shape
         if (dtype, shape) not in layouts:
-            length = archive_length(dtype, torch_shape(dtype, shape, entry.name))
+            length = _archive_length(dtype, shape, entry.name)
             layouts[dtype, shape] = (Block(0, full_region(shape)),), (length,)
     placements = [layouts[entry.dtype, entry.shape] for entry in entries]
     sizes = [length for _, (length,) in placements]
@@ -227,7 +237,7 @@ def _shared_sharding(entry: TensorEntry, blocks: tuple[Block, ...], file_names: 
     assert not any(block.is_replica for block in blocks)
     dtype, name = entry.dtype, entry.name
     files = tuple([file_names[block.rank_in_stage] for block in blocks])
-    lengths = tuple(archive_length(dtype, torch_shape(dtype, block.region.sizes, name)) for block in blocks)
+    lengths = tuple(_archive_length(dtype, block.region.sizes, name) for block in blocks)
     positions: list[tuple[int, int]] = []
     bytes_by_rank: dict[int, int] = {}
     for block, length in zip(blocks, lengths, strict=True):
@@ -277,10 +287,10 @@ def _tensor_metadata(entry: TensorEntry) -> TensorMetadata:
     dtype, name = entry.dtype, entry.name
     assert dtype.torch_name is not None
     regions = tuple(
-        Region(torch_shape(dtype, region.offsets, name), torch_shape(dtype, region.sizes, name))
+        Region(in_torch_elements(dtype, region.offsets, name), in_torch_elements(dtype, region.sizes, name))
         for region in (chunk.region for chunk in entry.chunks)
     )
-    return TensorMetadata(dtype.torch_name, torch_shape(dtype, entry.shape, name), regions)
+    return TensorMetadata(dtype.torch_name, in_torch_elements(dtype, entry.shape, name), regions)
 
 
 def _storage_entries(

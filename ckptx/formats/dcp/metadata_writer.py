@@ -24,7 +24,7 @@ class StorageEntry(NamedTuple):
     Attributes:
         fqn: Name of the tensor or object.
         chunk_index: Index of the chunk in the tensor; None for an object.
-        chunk_offsets: Offsets of the chunk in the tensor, in torch elements (see `torch_shape`); None for an object.
+        chunk_offsets: Offsets of the chunk in the tensor, in torch elements (see `DType`); None for an object.
         location: File, offset and length of the bytes of the chunk or object.
     """
 
@@ -39,7 +39,7 @@ class ShardedStorageEntries(NamedTuple):
 
     Attributes:
         fqn: Name of the tensor.
-        regions: Region of each chunk in torch elements, see `torch_shape`.
+        regions: Region of each chunk in torch elements, see `DType`.
         files: File of each chunk.
         file_offsets: First byte of each chunk in its file.
         lengths: Number of bytes of each chunk.

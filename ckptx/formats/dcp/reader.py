@@ -183,7 +183,7 @@ class _MetadataChecker:
         sharding = self._checked.get(key)
         if sharding is not None:
             return sharding
-        shape, regions = _to_elements(dtype, tensor.size), tensor.chunks
+        shape, regions = dtype.from_torch_elements(tensor.size), tensor.chunks
         if dtype.pack > 1:
             regions = tuple([_region_in_elements(dtype, region) for region in regions])
         if len(regions) != 1 or regions[0].sizes != shape or any(regions[0].offsets):
@@ -207,18 +207,8 @@ def _tensor_entry(
     )
 
 
-def _to_elements(dtype: DType, sizes: Shape) -> Shape:
-    """Convert torch elements to elements: the last dim of a packed dtype counts packs."""
-    return sizes if dtype.pack == 1 or not sizes else (*sizes[:-1], sizes[-1] * dtype.pack)
-
-
-def _to_torch_elements(dtype: DType, shape: Shape) -> Shape:
-    """Convert elements to torch elements."""
-    return shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack)
-
-
 def _region_in_elements(dtype: DType, region: Region) -> Region:
-    return Region(_to_elements(dtype, region.offsets), _to_elements(dtype, region.sizes))
+    return Region(dtype.from_torch_elements(region.offsets), dtype.from_torch_elements(region.sizes))
 
 
 def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None:
@@ -331,7 +321,7 @@ class _ExpectedLengths:
     def _length(self, dtype: DType, sizes: Shape) -> int:
         length = self._lengths.get((dtype, sizes))
         if length is None:
-            length = self._lengths[dtype, sizes] = archive_length(dtype, _to_torch_elements(dtype, sizes))
+            length = self._lengths[dtype, sizes] = archive_length(dtype, sizes)
         return length
 
 
@@ -366,13 +356,13 @@ class _ReadAheadFiles:
 def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAheadFiles) -> Chunk:
     region, file, offset, length = chunk[:4]
     dtype = entry.dtype
-    shape = _to_torch_elements(dtype, region.sizes)
+    torch_shape = dtype.to_torch_elements(region.sizes)
     where = f'{files.root}/{file}: tensor "{entry.name}"'
-    payload = locate_payload(partial(files.read, file), offset, length, where, dtype, shape)
-    if payload.dtype is not dtype or payload.shape != shape:
+    payload = locate_payload(partial(files.read, file), offset, length, where, dtype, region.sizes)
+    if payload.dtype is not dtype or payload.torch_shape != torch_shape:
         raise InputError(
-            f"{where}: payload is {payload.dtype.torch_name} {list(payload.shape)}, but .metadata lists "
-            f"{dtype.torch_name} {list(shape)}; the checkpoint is damaged, save it again"
+            f"{where}: payload is {payload.dtype.torch_name} {list(payload.torch_shape)}, but .metadata lists "
+            f"{dtype.torch_name} {list(torch_shape)}; the checkpoint is damaged, save it again"
         )
     if payload.strides is not None and dtype.pack > 1:
         raise UnsupportedError(f"{where}: {dtype.torch_name} is not row-major; save it with .contiguous()")

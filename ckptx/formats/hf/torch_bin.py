@@ -128,13 +128,11 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
                 "plain state_dict()"
             )
         payload = locate_tensor(value, archive.records, f'{where}: tensor "{key}"')
-        dtype, shape = payload.dtype, payload.shape
-        if dtype.pack > 1:
-            if payload.strides is not None or not shape:
-                raise UnsupportedError(
-                    f'{where}: tensor "{key}": {dtype.torch_name} is not row-major; save it with .contiguous()'
-                )
-            shape = (*shape[:-1], shape[-1] * dtype.pack)
+        dtype, shape = payload.dtype, payload.dtype.from_torch_elements(payload.torch_shape)
+        if dtype.pack > 1 and (payload.strides is not None or not shape):
+            raise UnsupportedError(
+                f'{where}: tensor "{key}": {dtype.torch_name} is not row-major; save it with .contiguous()'
+            )
         chunk = Chunk(full_region(shape), name, payload.data_offset, payload.nbytes, payload.strides, payload.record)
         entries.append(TensorEntry(key, dtype, shape, (chunk,)))
     return _FileContents(entries, is_nested, ignored)

@@ -2,10 +2,12 @@
 
     data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory | end
 
-all under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes are raw and
-little-endian. Every member starts at a multiple of 64 bytes from the start of the archive. CRC and size of a member
-follow its bytes (a data descriptor), so an archive is written front to back, and its length depends on dtype and shape
-only. From 4 GiB on, sizes and offsets move to zip64 fields.
+All members are under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes
+are raw and little-endian. Every member starts at a multiple of 64 bytes from the start of the archive. CRC and size of
+a member follow its bytes (a data descriptor), so an archive is written front to back, and its length depends on dtype
+and shape only. From 4 GiB on, sizes and offsets move to zip64 fields.
+
+Shapes count elements in arguments; `data.pkl`, and so a `Payload`, counts torch elements (pairs for F4).
 
 Writing produces the bytes of torch 2.13. Reading supports any zip-based `torch.save` (since torch 1.6): first by
 comparing with the bytes that would be written for the expected dtype and shape, else by following the zip directory.
@@ -48,61 +50,58 @@ _DESCRIPTOR = 0x0008
 # A hash of the member names, which are the same in every archive of one tensor.
 _SERIALIZATION_ID = b"15728199511854643026"
 _SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
-_ID_LENGTH = 40
+_ID_LENGTH, _ID_DIGITS = 40, 20
+_CRC_NBYTES = 4
 
 
-class _ArchiveFrame(NamedTuple):
-    """All bytes of an archive except the payload.
+class _ArchiveParts(NamedTuple):
+    """All bytes of an archive except the payload and what depends on its checksum.
 
     Attributes:
         head: Bytes before the payload.
-        tail: Parts of the bytes after the payload; values that depend on the checksum of the payload go between them.
+        tail_parts: Parts of the bytes after the payload. Between them go, in this order: the CRC-32 of the payload (in
+            its data descriptor, which an empty payload lacks), the last 20 digits of `.data/serialization_id`, the
+            CRC-32 of that member (in its data descriptor), and both CRC-32 again (in the directory).
         nbytes: Size of the payload in bytes.
         length: Size of the whole archive in bytes.
         id_hash: Hash of the checksums of the members before the payload, for `.data/serialization_id`.
-        descriptor: Size of the data descriptor of the payload in bytes; 0 for an empty payload.
+        descriptor_nbytes: Size of the data descriptor of the payload in bytes; 0 for an empty payload.
     """
 
     head: bytes
-    tail: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
+    tail_parts: tuple[bytes, bytes, bytes, bytes, bytes, bytes]
     nbytes: int
     length: int
     id_hash: int
-    descriptor: int
-
-
-def archive_head(dtype: DType, shape: Shape) -> bytes:
-    """Return the archive of a row-major tensor up to its first element. `shape` counts torch elements (F4: pairs)."""
-    return _build_frame(dtype, shape).head
+    descriptor_nbytes: int
 
 
 def archive_length(dtype: DType, shape: Shape) -> int:
-    """Return the length in bytes of the whole archive. `shape` counts torch elements."""
-    return _build_frame(dtype, shape).length
-
-
-def archive_tail(dtype: DType, shape: Shape, crc: int) -> bytes:
-    """Return the archive after its last element. `crc` is the CRC-32 of the elements; 0 for an empty tensor."""
-    return _tail(_build_frame(dtype, shape), crc)
+    """Return the length in bytes of the archive of a row-major tensor."""
+    return _build_parts(dtype, dtype.to_torch_elements(shape)).length
 
 
 @lru_cache(maxsize=4096)
 def archive_frame(dtype: DType, shape: Shape) -> Frame:
-    """Return the bytes around the elements of a row-major tensor. `shape` counts elements, not pairs, for F4 too."""
-    frame = _build_frame(dtype, shape if dtype.pack == 1 else (*shape[:-1], shape[-1] // dtype.pack))
-    bytes_around_crc = (frame.tail[0], frame.tail[1][: frame.descriptor - 8]) if frame.nbytes else (b"", b"")
-    return Frame(frame.head, partial(_tail, frame), frame.length - len(frame.head) - frame.nbytes, bytes_around_crc)
+    """Return the bytes around the elements in the archive of a row-major tensor."""
+    parts = _build_parts(dtype, dtype.to_torch_elements(shape))
+    bytes_around_crc = (b"", b"")
+    if parts.nbytes:
+        sizes_nbytes = parts.descriptor_nbytes - 4 - _CRC_NBYTES  # a data descriptor is: signature, CRC-32, two sizes
+        bytes_around_crc = parts.tail_parts[0], parts.tail_parts[1][:sizes_nbytes]
+    return Frame(parts.head, partial(_tail, parts), parts.length - len(parts.head) - parts.nbytes, bytes_around_crc)
 
 
-def _tail(frame: _ArchiveFrame, crc: int) -> bytes:
-    first, second, third, fourth, fifth, sixth = frame.tail
+def _tail(parts: _ArchiveParts, crc: int) -> bytes:
+    """Return the bytes after the payload. `crc` is the CRC-32 of the payload; 0 for an empty one."""
+    first, second, third, fourth, fifth, sixth = parts.tail_parts
     digits = b"%020d" % _combine_hash(
-        _combine_hash(frame.id_hash, crc) if frame.nbytes else frame.id_hash, _VERSION_CRC
+        _combine_hash(parts.id_hash, crc) if parts.nbytes else parts.id_hash, _VERSION_CRC
     )
-    identity = zlib.crc32(digits, _SERIALIZATION_CRC).to_bytes(4, "little")
-    checksum = crc.to_bytes(4, "little")
-    descriptor_crc = checksum if frame.nbytes else b""
-    return b"".join((first, descriptor_crc, second, digits, third, identity, fourth, checksum, fifth, identity, sixth))
+    id_crc = zlib.crc32(digits, _SERIALIZATION_CRC).to_bytes(_CRC_NBYTES, "little")
+    payload_crc = crc.to_bytes(_CRC_NBYTES, "little")
+    descriptor_crc = payload_crc if parts.nbytes else b""
+    return b"".join((first, descriptor_crc, second, digits, third, id_crc, fourth, payload_crc, fifth, id_crc, sixth))
 
 
 _CONSTANTS = (
@@ -115,12 +114,12 @@ _VERSION_CRC = zlib.crc32(_VERSION[1])
 
 
 @lru_cache(maxsize=4096)  # Some 3 KiB each; a checkpoint has a few dozen pairs of dtype and shape.
-def _build_frame(dtype: DType, shape: Shape) -> _ArchiveFrame:
-    nbytes = prod(shape) * dtype.itemsize
+def _build_parts(dtype: DType, torch_shape: Shape) -> _ArchiveParts:
+    nbytes = prod(torch_shape) * dtype.itemsize
     central: list[bytes] = []
     head = b""
     id_hash = 0
-    for name, data in ((b"archive/data.pkl", _tensor_pickle(dtype, shape)), *_CONSTANTS):
+    for name, data in ((b"archive/data.pkl", _tensor_pickle(dtype, torch_shape)), *_CONSTANTS):
         crc = zlib.crc32(data)
         id_hash = _combine_hash(id_hash, crc)
         central.append(_central_header(name, crc, len(data), len(head)))
@@ -141,7 +140,7 @@ def _build_frame(dtype: DType, shape: Shape) -> _ArchiveFrame:
     id_after = _descriptor(0, _ID_LENGTH, offset)
     offset += len(id_header) + _ID_LENGTH + len(id_after)
 
-    tail = (
+    tail_parts = (
         payload_descriptor[:4],
         payload_descriptor[8:] + version + id_header + _SERIALIZATION_ID,
         id_after[:4],
@@ -150,24 +149,24 @@ def _build_frame(dtype: DType, shape: Shape) -> _ArchiveFrame:
         id_central[20:]
         + _end_records(7, sum(map(len, (*central, payload_central, central_version, id_central))), offset),
     )
-    hole_bytes = (8 if nbytes else 4) + 20 + 4 + 4
-    return _ArchiveFrame(
-        head, tail, nbytes, len(head) + nbytes + sum(map(len, tail)) + hole_bytes, id_hash, len(payload_descriptor)
-    )
+    crc_count = 4 if nbytes else 3  # payload and id, each in its data descriptor and in the directory
+    tail_nbytes = sum(map(len, tail_parts)) + crc_count * _CRC_NBYTES + _ID_DIGITS
+    length = len(head) + nbytes + tail_nbytes
+    return _ArchiveParts(head, tail_parts, nbytes, length, id_hash, len(payload_descriptor))
 
 
 def _combine_hash(seed: int, crc: int) -> int:
     return seed ^ ((crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFFFFFFFFFFFFFF)
 
 
-def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
+def _tensor_pickle(dtype: DType, torch_shape: Shape) -> bytes:
     """Return `data.pkl` of a row-major tensor: pickle protocol 2, every object memoized in the order it is written."""
-    numel = prod(shape)
+    numel = prod(torch_shape)
     is_legacy = dtype.storage_class is not None
     kind = f"torch\n{dtype.storage_class}" if is_legacy else "torch.storage\nUntypedStorage"
     strides = []
     step = 1
-    for size in reversed(shape):
+    for size in reversed(torch_shape):
         strides.append(step)
         step *= max(size, 1)
     memo = iter(range(5, 256))
@@ -177,7 +176,7 @@ def _tensor_pickle(dtype: DType, shape: Shape) -> bytes:
         pickled_int(numel if is_legacy else numel * dtype.itemsize),
         b"tq%cQK\0" % next(memo),
     ]
-    for numbers in (shape, tuple(reversed(strides))):
+    for numbers in (torch_shape, tuple(reversed(strides))):
         parts.append(_pickled_tuple(numbers))
         if numbers:  # The empty tuple is a singleton that a pickler never memoizes.
             parts.append(b"q%c" % next(memo))
@@ -215,9 +214,9 @@ def _local_header(name: bytes, size: int, offset: int) -> bytes:
     return LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def _zip64_extra(size: int, stored_size: int, offset: int) -> bytes:
-    """Return the zip64 field of a header, empty if 32 bits suffice. `stored_size` is 0 in a local header."""
-    fields = (*((size, stored_size) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
+def _zip64_extra(size: int, compressed_size: int, offset: int) -> bytes:
+    """Return the zip64 field of a header, empty if 32 bits suffice. `compressed_size` is 0 in a local header."""
+    fields = (*((size, compressed_size) if size >= ZIP32 else ()), *((offset,) if offset >= ZIP32 else ()))
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
 
@@ -250,15 +249,15 @@ class Payload(NamedTuple):
 
     Attributes:
         dtype: Dtype recorded in the archive.
-        shape: Shape in torch elements.
+        torch_shape: Shape in torch elements.
         strides: Strides in torch elements; None if the elements are row-major.
         data_offset: Absolute position of the first element in the file, in bytes.
         nbytes: Bytes from there to the end of the last element.
-        record: The checksummed record that contains the elements.
+        record: Record of the storage that contains the elements.
     """
 
     dtype: DType
-    shape: Shape
+    torch_shape: Shape
     strides: Shape | None
     data_offset: int
     nbytes: int
@@ -270,7 +269,7 @@ class Archive(NamedTuple):
 
     Attributes:
         tree: Pickled object, with stand-ins for tensors.
-        records: Storage key -> position, size and CRC-32 of the storage in the file.
+        records: Storage key -> record of the storage.
     """
 
     tree: Any
@@ -287,8 +286,9 @@ def locate_payload(
         offset: First byte of the archive.
         length: Bytes of the archive.
         where: Subject of error messages.
-        dtype: Expected dtype, for which an archive of torch 2.13 or ckptx takes only two reads; None if unknown.
-        shape: Expected shape, in torch elements.
+        dtype: Likely dtype; None if unknown. If dtype and shape are right, an archive of torch 2.13 or ckptx takes only
+            two reads. They are not checked: compare them with those of the result.
+        shape: Likely shape.
 
     Raises:
         InputError: The archive is damaged or contains no tensor.
@@ -305,22 +305,25 @@ def locate_payload(
 
 
 def _locate_expected(read: ReadBytes, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
-    frame = _build_frame(dtype, shape)
-    if length != frame.length or read(offset, len(frame.head)) != frame.head:
+    """Return the payload if the bytes before and after it are those that would be written; else None."""
+    torch_shape = dtype.to_torch_elements(shape)
+    parts = _build_parts(dtype, torch_shape)
+    if length != parts.length or read(offset, len(parts.head)) != parts.head:
         return None
-    data = offset + len(frame.head)
-    if not frame.nbytes:
-        return Payload(dtype, shape, None, data, 0, Record(data, 0, 0))
-    after = read(data + frame.nbytes, frame.descriptor)
-    if after[:4] != frame.tail[0] or not frame.tail[1].startswith(after[8:]):
+    data = offset + len(parts.head)
+    if not parts.nbytes:
+        return Payload(dtype, torch_shape, None, data, 0, Record(data, 0, 0))
+    descriptor = read(data + parts.nbytes, parts.descriptor_nbytes)
+    signature, crc_bytes, sizes = descriptor[:4], descriptor[4:8], descriptor[8:]
+    if signature != parts.tail_parts[0] or not parts.tail_parts[1].startswith(sizes):
         return None
-    # For a non-empty record, torch writes a CRC of 0 if it is configured not to compute one.
-    crc = int.from_bytes(after[4:8], "little") or None
-    return Payload(dtype, shape, None, data, frame.nbytes, Record(data, frame.nbytes, crc))
+    # For a storage that is not empty, torch writes a CRC of 0 if it is configured not to compute one.
+    crc = int.from_bytes(crc_bytes, "little") or None
+    return Payload(dtype, torch_shape, None, data, parts.nbytes, Record(data, parts.nbytes, crc))
 
 
 def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
-    """Locate the elements of a tensor in the records of its archive.
+    """Locate the elements of a tensor in the storages of its archive.
 
     Raises:
         InputError: Its storage is missing, has the wrong length, or ends before its last element.
@@ -380,7 +383,7 @@ def open_archive(
 
     Raises:
         InputError: The archive is damaged.
-        UnsupportedError: It is in the format before torch 1.6, of TorchScript or big-endian, has deflated members or a
+        UnsupportedError: It has the format before torch 1.6, TorchScript code, big-endian data, deflated members or a
             safetensors payload.
     """
 
@@ -417,10 +420,10 @@ def open_archive(
 def _refuse_overlaps(records: dict[str, Record], where: str) -> None:
     """Refuse overlapping storages, with which a small archive could become an output of any size."""
     end, previous_key = 0, ""
-    for record, key in sorted((record[:2], key) for key, record in records.items()):
-        if record[0] < end and record[1]:
+    for offset, nbytes, key in sorted((record.offset, record.nbytes, key) for key, record in records.items()):
+        if offset < end and nbytes:
             raise damaged_error(where, f"storages {previous_key[:40]!r} and {key[:40]!r} share bytes")
-        end, previous_key = max(end, sum(record)), key
+        end, previous_key = max(end, offset + nbytes), key
 
 
 def _refuse_other_formats(head: bytes, where: str) -> None:

@@ -156,8 +156,10 @@ class _PlainValueConverter:
         begin = location.data_offset - record.offset
         dtype = getattr(torch, location.dtype.torch_name)
         if not location.nbytes:
-            return torch.empty(location.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(data[begin : begin + location.nbytes]), dtype=dtype).view(location.shape)
+            return torch.empty(location.torch_shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data[begin : begin + location.nbytes]), dtype=dtype).view(
+            location.torch_shape
+        )
 
 
 # ----------------------------------------------------------------------------------------------- storing
