@@ -16,6 +16,7 @@ from ckptx.mapping.names import pattern_of, replace_legacy_leaf
 from ckptx.mapping.ops import Conversion
 
 _FLAG_STATES = ("absent", "false", "true")
+FROM_SUFFIX_TABLE = "suffix table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,7 @@ class Architecture:
             class ignores it, and for a class that never ties.
         has_output_embeddings: True if the class maps hidden states back to the vocabulary.
         known_from: Source of the facts: ``table`` (classes that ckptx ships), ``meta model`` (the class was built on
-            the meta device) or ``suffix table`` (known tied names,
-            for a class that cannot be built).
+            the meta device) or ``suffix table`` (usual names of tied weights, for a class that cannot be built).
         transformers_version: Version of transformers that was introspected.
         ignored: Regular expressions, searched in a name with ``*`` for indices: names in published checkpoints that the
             class does not load (old buffers, heads for speculative decoding).
@@ -126,6 +126,11 @@ class Architecture:
     transformers_version: str
     ignored: tuple[str, ...] = ()
     structure: Structure = field(default_factory=Structure)
+
+    @property
+    def is_unknown_class(self) -> bool:
+        """Return True for a class that cannot be built: only usual names of tied weights are known."""
+        return self.known_from == FROM_SUFFIX_TABLE
 
     def expects(self, name: str) -> bool:
         """Return True if a name or pattern on disk is expected: it belongs to the class or is ignored."""

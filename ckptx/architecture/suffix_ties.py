@@ -7,7 +7,7 @@ permission to run it. Each entry has a target, its source, and the models it is 
 
 from __future__ import annotations
 
-from ckptx.architecture.architecture import Architecture, TieFlag, TiePair
+from ckptx.architecture.architecture import FROM_SUFFIX_TABLE, Architecture, TieFlag, TiePair
 
 # (target, source, models that the pair is known from)
 SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
@@ -25,8 +25,6 @@ SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
 
 # Root first, then text_config; untied if both are absent, as in transformers 5.
 SUFFIX_FLAG = TieFlag((("tie_word_embeddings",), ("text_config", "tie_word_embeddings")), "001000111")
-
-FROM_SUFFIX_TABLE = "suffix table"
 
 
 def suffix_architecture(class_name: str, model_type: str) -> Architecture:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.disk_names import CheckpointNames, tie_names
-from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.errors import InputError
 
 StoredNames = Literal[
@@ -234,7 +233,7 @@ class _TieResolver:
 
         In the Llama layout the name of the head is a convention, and with `tie_missing` the user asked for it.
         """
-        if self.architecture.known_from != FROM_SUFFIX_TABLE or self.tie_missing:
+        if not self.architecture.is_unknown_class or self.tie_missing:
             return False
         is_llama_layout = source.endswith(pair.namings[0][1])
         return source not in self.stored_tensors or (target not in self.stored_tensors and not is_llama_layout)
@@ -291,4 +290,4 @@ class _TieResolver:
         return make_decision("missing", "none", f"{target} and {source} absent")
 
     def _is_of_class(self) -> bool:
-        return self.architecture.known_from != FROM_SUFFIX_TABLE and self.names.match_fraction >= _MIN_MATCH_FRACTION
+        return not self.architecture.is_unknown_class and self.names.match_fraction >= _MIN_MATCH_FRACTION

@@ -19,7 +19,6 @@ from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
 from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
-from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -63,7 +62,7 @@ def match_config(view: ModelView) -> ConfigMatch:
 def _match_tensors(view: ModelView) -> ConfigMatch:
     """Compare the tensors of a model with its config, without looking for the cause of mismatches."""
     architecture, config = view.disk_architecture, view.config
-    if architecture is None or config is None or architecture.known_from == FROM_SUFFIX_TABLE:
+    if architecture is None or config is None or architecture.is_unknown_class:
         return ConfigMatch("nothing")
     expected = expected_shapes(architecture, config)
     rules = rules_of(view)

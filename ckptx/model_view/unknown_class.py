@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ckptx.architecture.configs import remote_reference
-from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.catalog.catalog import Catalog
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.model_view.view import ModelView, read_valid_manifest
@@ -22,7 +21,7 @@ def unknown_class_note(view: ModelView, config_checkpoint: Catalog, *, accepts_c
         accepts_code: True for a command that accepts `--trust-remote-code`.
     """
     architecture = view.disk_architecture
-    if architecture is None or architecture.known_from != FROM_SUFFIX_TABLE:
+    if architecture is None or not architecture.is_unknown_class:
         return None
     class_name = architecture.class_name
     code = _find_code(view, class_name, config_checkpoint)
@@ -74,7 +73,7 @@ def shared_prefix_of_unknown_class(view: ModelView, base: Catalog | None) -> Sha
         The prefix; None if names share none, if the base has it, too, if ckptx wrote the names, or for a known class.
     """
     architecture, is_training_format = view.disk_architecture, view.catalog.traits.is_training_format
-    if architecture is None or architecture.known_from != FROM_SUFFIX_TABLE or not is_training_format:
+    if architecture is None or not architecture.is_unknown_class or not is_training_format:
         return None
     if view.prefix or not view.tensors or read_valid_manifest(view.catalog, []) is not None:
         return None

@@ -399,7 +399,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
     Raises:
         InputError: Two replicas differ.
     """
-    from ckptx.formats.block_assembly import replica_pairs
+    from ckptx.formats.chunk_assembly import replicas_with_chunks
     from ckptx.transfer.digest_sink import digest_tensor
     from ckptx.transfer.stream import TensorReader
 
@@ -413,7 +413,7 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
         )
         return digest_tensor(reader, block, entry.dtype).leaves
 
-    for entry, first_chunk, replica in replica_pairs(catalog):
+    for entry, first_chunk, replica in replicas_with_chunks(catalog):
         if first_chunk not in known:
             known = {first_chunk: digest_leaves(entry, first_chunk)}
         if digest_leaves(entry, replica) != known[first_chunk]:

@@ -50,9 +50,7 @@ class UniqueTuples(Generic[T]):
         salted_hash = hash(key)
         count = self._count_by_hash[salted_hash] = self._count_by_hash.get(salted_hash, 0) + 1
         if count > _MAX_PER_HASH:
-            raise HashFlood(
-                f"more than {_MAX_PER_HASH} shapes or offsets that share a hash, which no real writer produces"
-            )
+            raise HashFlood(f"more than {_MAX_PER_HASH} shapes or offsets share a hash, which no real writer produces")
         self._values[key] = value
         return value
 

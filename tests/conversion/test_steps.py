@@ -341,14 +341,17 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
         is_copy = alone or pp == 2
         assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
-        assert sharded.sharding is not None and sharded.sharding.placements.keys() == sharded.target.tensors.keys()
-        blocks = sharded.sharding.placements[NORM].blocks
+        assert (
+            sharded.sharded_model is not None
+            and sharded.sharded_model.placements.keys() == sharded.target.tensors.keys()
+        )
+        blocks = sharded.sharded_model.placements[NORM].blocks
         assert len(blocks) == (2 if alone else 1)
         names = {name: f"p.{name}" for name in (*sharded.target.tensors, *sharded.target.aliases)}
         renamed = sharded.renamed(names)
         assert (
-            renamed.sharding is not None
-            and renamed.sharding.placements[f"p.{NORM}"] is sharded.sharding.placements[NORM]
+            renamed.sharded_model is not None
+            and renamed.sharded_model.placements[f"p.{NORM}"] is sharded.sharded_model.placements[NORM]
         )
 
 
@@ -367,7 +370,7 @@ def test_scales_of_a_layer_after_the_last_are_replicated_like_their_weights(
         view = viewed(ready)
         named = rename_tensors(view, TargetTensors.from_source(view.catalog, view.tensors), names=None, default=None)
         sharded = shard_tensors(view, named.target, named.naming, ready.options, [], own_files_only=False)
-    model = sharded.sharding
+    model = sharded.sharded_model
     assert (
         f'2 tensors not defined or not used by LlamaForCausalLM ("model.layers.2.{query}", ...): replicated '
         "across TP ranks; nothing to do if you expect these tensors"
@@ -414,9 +417,9 @@ def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
         whole = map_training_state(
             view, ready.files, ShardedTarget(named.target), {name: name for name in view.tensors}
         )
-    assert sharded.sharding is not None
+    assert sharded.sharded_model is not None
     query = "model.layers.1.self_attn.q_proj.weight"
-    placed = sharded.sharding.placements[query]
+    placed = sharded.sharded_model.placements[query]
     assert state.placements[f"optimizer.state.{query}.exp_avg"] == (placed.stage, placed.blocks)
     assert placed.stage == 1 and len(placed.blocks) == 2
     assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)

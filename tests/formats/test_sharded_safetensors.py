@@ -11,7 +11,7 @@ import pytest
 from ckptx.catalog.manifest import encode_manifest
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.block_assembly import replica_pairs
+from ckptx.formats.chunk_assembly import replicas_with_chunks
 from ckptx.formats.sharded.file_names import is_shard, shard_name
 from ckptx.formats.sharded.reader import open_sharded
 from tests.formats.cut_writer import rows, write_shard
@@ -54,7 +54,7 @@ def test_what_every_rank_holds_is_one_chunk_and_replicas_to_compare(place: Memor
     catalog = open_sharded(three_ranks(place))
     norm = catalog.tensors["norm"]
     assert [chunk.file for chunk in (*norm.chunks, *norm.replicas)] == list(catalog.files)
-    pairs = list(replica_pairs(catalog))
+    pairs = list(replicas_with_chunks(catalog))
     assert [(entry.name, held.file, again.file) for entry, held, again in pairs] == [
         ("norm", shard_name(1, 1, 1), shard_name(rank, 1, 1)) for rank in (2, 3)
     ]
@@ -67,7 +67,7 @@ def test_a_replica_that_differs_is_among_the_pairs(place: MemoryPath) -> None:
     flip(place / shard_name(3, 1, 1), -1)
     differing = [
         (entry.name, held.file, again.file)
-        for entry, held, again in replica_pairs(open_sharded(place))
+        for entry, held, again in replicas_with_chunks(open_sharded(place))
         if read(place, *held[1:4]) != read(place, *again[1:4])
     ]
     assert differing == [("norm", shard_name(1, 1, 1), shard_name(3, 1, 1))]

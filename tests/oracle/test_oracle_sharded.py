@@ -24,7 +24,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_TORCH_NAME
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.errors import InputError
-from ckptx.formats.block_assembly import replica_pairs
+from ckptx.formats.chunk_assembly import replicas_with_chunks
 from ckptx.formats.dcp.layout import allocate_sharded, metadata_bytes
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sharded.file_names import shard_name
@@ -70,7 +70,7 @@ def assert_holds(catalog: Catalog, expected: dict[str, torch.Tensor]) -> None:
         assert (entry.dtype.torch_name, entry.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape)), name
         assert assembled(catalog, entry) == raw(tensor), name
     with FilePool(catalog.root) as files:
-        for entry, held, again in replica_pairs(catalog):
+        for entry, held, again in replicas_with_chunks(catalog):
             assert files.read(*held[1:4]) == files.read(*again[1:4]), entry.name
 
 

@@ -128,13 +128,13 @@ class DcpFormat(OutputFormat):
             aliases={**target.aliases, **state.aliases},
             copies={**target.copies, **state.copies},
             original=contents.original_files,
-            sharding=contents.sharded.sharding,
+            sharding=contents.sharded.sharded_model,
             model_names=_model_names(contents),
         )
 
 
 def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
-    target, state, sharding = contents.sharded.target, contents.state, contents.sharded.sharding
+    target, state, sharding = contents.sharded.target, contents.state, contents.sharded.sharded_model
     if sharding is None:
         assert not state.tensors
         catalog = dcp_layout.allocate(dst, target.tensors.values(), files)

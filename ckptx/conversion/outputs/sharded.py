@@ -46,7 +46,7 @@ class ShardedFormat(OutputFormat):
         return "model"
 
     def allocate(self, dst: Path, contents: OutputContents, source: SourceFiles) -> Allocation:
-        target, sharding = contents.sharded.target, contents.sharded.sharding
+        target, sharding = contents.sharded.target, contents.sharded.sharded_model
         assert sharding is not None
         layout = sharded_layout.allocate(
             dst,
@@ -87,7 +87,7 @@ class ShardedFormat(OutputFormat):
             digests,
             copies=contents.sharded.target.copies,
             original=contents.original_files,
-            sharding=contents.sharded.sharding,
+            sharding=contents.sharded.sharded_model,
         )
 
 

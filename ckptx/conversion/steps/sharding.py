@@ -1,4 +1,4 @@
-"""Sharding of the target tensors for the mesh of the options."""
+"""Shard the target tensors for the requested mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.class_table import find_class_record
 from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.run_support import find_run_refusal
-from ckptx.architecture.suffix_ties import FROM_SUFFIX_TABLE
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.steps.naming import NameMap
 from ckptx.conversion.steps.replication import Replication, count_replication
@@ -33,14 +32,13 @@ class ShardedTarget:
     Attributes:
         target: Target tensors; an alias becomes a copy if its tensor is on another stage, or if each rank reads only
             its own files.
-        sharding: Stage of each tensor, and the blocks (regions that one rank stores) that it is split into; None if
-            tensors are whole.
+        sharded_model: Stage of each tensor, and the blocks that it is split into; None if tensors are whole.
         replication: Sizes of the tensors that TP shards and replicates; None without TP.
         notes: Notes for the user.
     """
 
     target: TargetTensors
-    sharding: ShardedModel | None = None
+    sharded_model: ShardedModel | None = None
     replication: Replication | None = None
     notes: tuple[str, ...] = ()
 
@@ -52,8 +50,8 @@ class ShardedTarget:
         """
         if all(old == new for old, new in names.items()):
             return self
-        sharding = None if self.sharding is None else self.sharding.renamed(names.__getitem__)
-        return replace(self, target=self.target.renamed(names.__getitem__), sharding=sharding)
+        sharded_model = None if self.sharded_model is None else self.sharded_model.renamed(names.__getitem__)
+        return replace(self, target=self.target.renamed(names.__getitem__), sharded_model=sharded_model)
 
     def with_aliases(self, names: Mapping[str, str]) -> ShardedTarget:
         """Return the same target with more names that share the bytes of others.
@@ -70,18 +68,18 @@ def shard_tensors(
     view: ModelView,
     target: TargetTensors,
     naming: NameMap,
-    sharding: ShardingOptions,
+    options: ShardingOptions,
     ties: Sequence[TieDecision],
     *,
     own_files_only: bool,
 ) -> ShardedTarget:
-    """Assign a stage and blocks, the regions that one rank stores, to every tensor.
+    """Assign a stage and blocks to every tensor.
 
     Args:
         view: Model in the source.
         target: Target tensors under their names and with their dtypes.
         naming: Map from target names to model names.
-        sharding: Mesh, split of layers into stages, and TP plan.
+        options: Mesh, split of layers into stages, and TP plan.
         ties: Decisions on the tied weights of the source.
         own_files_only: True if each rank reads only its own files, so that replicated tensors and tied names are stored
             for each rank.
@@ -90,7 +88,7 @@ def shard_tensors(
         UsageError: The layer split is invalid, or a pattern of the TP plan matches no tensor.
         UnsupportedError: Pipeline stages are requested, and the layers of the model are unknown.
     """
-    sharder = _make_sharder(view, [*target.tensors, *target.aliases], naming, sharding, own_files_only)
+    sharder = _make_sharder(view, [*target.tensors, *target.aliases], naming, options, own_files_only)
     unshareable = [
         name
         for name, stored in target.aliases.items()
@@ -99,7 +97,7 @@ def shard_tensors(
     target = target.with_copies(unshareable)
     sharded_model = sharder.place(target.tensors, _unknown_names(view, target, naming))
     replication = None
-    architecture = view.disk_architecture
+    architecture = view.disk_architecture  # for messages; `view.architecture` has the names of the source
     subject = "this model" if architecture is None else architecture.class_name
     notes = _sharding_notes(sharded_model, architecture)
     if sharded_model.dims.tp > 1:
@@ -116,16 +114,17 @@ def shard_tensors(
 
 
 def _make_sharder(
-    view: ModelView, names: list[str], naming: NameMap, sharding: ShardingOptions, own_files_only: bool
+    view: ModelView, names: list[str], naming: NameMap, options: ShardingOptions, own_files_only: bool
 ) -> Sharder:
     architecture = view.architecture
-    dims = sharding.dims
-    user_plan = read_plan(str(sharding.tp_plan)) if sharding.tp_plan else None
+    dims = options.dims
+    user_plan = read_plan(str(options.tp_plan)) if options.tp_plan else None
     plan = effective_plan(architecture, view.config, user_plan)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
     root = view.catalog.root
+    # The beginning of an error that ends with ": cannot find the layer list, ...".
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
-    stages = StageMap(stacks, dims.pp, sharding.pp_split, subject, _advice_on_layers(view))
+    stages = StageMap(stacks, dims.pp, options.pp_split, subject, _advice_on_layers(view))
     if user_plan is not None:
         unmatched = plan.find_unmatched_patterns([naming.model_name(name) or name for name in names])
         if unmatched:
@@ -146,8 +145,10 @@ def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -
     if refusal:
         yield f"verify --run and forecast cannot run this layout: {refusal}"
         return
-    rules = rules_of(view)
-    for tie in ties if dims.pp > 1 and dims.tp > 1 else ():
+    if dims.pp == 1 or dims.tp == 1:
+        return
+    rules = rules_of(view)  # ties have the names of the source checkpoint
+    for tie in ties:
         if not tie.declared or tie.action != "alias" or tie.stored_name is None:
             continue
         names = [name if rules is None else rules.model_name(name) or name for name in (tie.source, tie.target)]
@@ -161,46 +162,49 @@ def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -
 
 
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
-    """Return the names that the model lacks or does not use, as those of a layer that uses the tensors of another."""
+    """Return the target names that the model lacks or does not use.
+
+    For example, a layer that shares the keys and values of another does not use its own projections.
+    """
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:
         return []
     model_names = {name: naming.model_name(name) for name in target.tensors}
     unused = {each for each in {*model_names.values()} if each is not None and architecture.is_unused(each, config)}
-    unknown = set(view.unknown)
-    return [name for name, model_name in model_names.items() if name in unknown or model_name in unused]
+    unknown_source_names = set(view.unknown)  # these pass through under their names
+    return [name for name, model_name in model_names.items() if name in unknown_source_names or model_name in unused]
 
 
 def _advice_on_layers(view: ModelView) -> str:
     """Return what to do if the layers of the class are unknown; empty for a class that ckptx knows."""
     architecture = view.disk_architecture
-    if architecture is None or view.config is None or architecture.known_from != FROM_SUFFIX_TABLE:
+    if architecture is None or view.config is None or not architecture.is_unknown_class:
         return ""
     return code_advice(remote_reference(view.config, architecture.class_name))
 
 
-def _sharding_notes(sharding: ShardedModel, architecture: Architecture | None) -> list[str]:
+def _sharding_notes(sharded_model: ShardedModel, architecture: Architecture | None) -> list[str]:
     notes = []
     subject = "this model" if architecture is None else architecture.class_name
     is_known = architecture is not None and find_class_record(architecture.class_name) is not None
-    if sharding.unaligned and not is_known:
+    if sharded_model.unaligned and not is_known:
         notes.append(
             f"not aligned: ckptx does not know all heads, groups and fused parts of {subject}, so TP kernels may "
-            f"not be able to use the shards of {counted(len(sharding.unaligned), 'tensor')} "
-            f"({first_of(sharding.unaligned)}); compare them with what the code of the class expects"
+            f"not be able to use the shards of {counted(len(sharded_model.unaligned), 'tensor')} "
+            f"({first_of(sharded_model.unaligned)}); compare them with what the code of the class expects"
         )
-    elif sharding.unaligned:
+    elif sharded_model.unaligned:
         notes.append(
             f"not aligned: --tp {sharding.dims.tp} splits heads, groups or fused parts of "
             f"{counted(len(sharding.unaligned), 'tensor')} ({first_of(sharding.unaligned)}); the checkpoint is valid, "
             "but TP kernels cannot use these shards; choose another --tp, or pass rules for these tensors with "
             "--tp-plan"
         )
-    if sharding.unknown_tensors and sharding.dims.world_size > 1:
+    if sharded_model.unknown_tensors and sharded_model.dims.world_size > 1:
         notes.append(
-            f"{counted(len(sharding.unknown_tensors), 'tensor')} not defined or not used by {subject} "
-            f"({first_of(sharding.unknown_tensors)}): replicated across TP ranks; nothing to do if you expect these "
-            "tensors"
+            f"{counted(len(sharded_model.unknown_tensors), 'tensor')} not defined or not used by {subject} "
+            f"({first_of(sharded_model.unknown_tensors)}): replicated across TP ranks; nothing to do if you expect "
+            "these tensors"
         )
     return notes
 

@@ -143,7 +143,7 @@ def _output_prefix(view: ModelView, output_names: Mapping[str, str]) -> str | No
 
 def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     """Return the mesh and sharding entries of the report; empty if tensors are whole."""
-    sharding = sharded.sharding
+    sharding = sharded.sharded_model
     if sharding is None:
         return {}
     dims = sharding.dims
@@ -159,7 +159,7 @@ def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
 
 def _rank_entries(conversion: ConversionState) -> list[dict[str, Any]]:
     """Return the `ranks` of the report; empty if tensors are whole."""
-    sharding, allocation = conversion.sharded.sharding, conversion.allocation
+    sharding, allocation = conversion.sharded.sharded_model, conversion.allocation
     return [] if sharding is None else rank_entries(allocation.catalog.files, allocation.ranks, sharding.dims)
 
 

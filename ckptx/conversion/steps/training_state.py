@@ -90,7 +90,7 @@ class _StateMapper:
     def __init__(
         self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
     ) -> None:
-        self.source, self.files, self.target, self.sharding = view.catalog, files, sharded.target, sharded.sharding
+        self.source, self.files, self.target, self.sharding = view.catalog, files, sharded.target, sharded.sharded_model
         self.output_names = output_names
         self.disk_names = {name: entry.name for name, entry in view.tensors.items()}
         self.parameters = ParameterIndex.of(self.disk_names, view.prefix)

@@ -1,5 +1,7 @@
 """Plan `.distcp` files: assign each tensor a file and a byte offset before any data is written.
 
+`ckptx.catalog` defines region, chunk and block.
+
 `allocate` keeps tensors whole; `allocate_sharded` shards them and gives every rank of a mesh its own files.
 """
 
@@ -130,7 +132,7 @@ def split_evenly(lengths: Sequence[int], count: int) -> Iterator[int]:
 
 
 def parts_per_rank(stage_sizes: Sequence[int], ranks: int) -> int:
-    """Return the number of files per rank.
+    """Return the number of parts into which the tensors of a stage are split: one file each on every rank.
 
     Args:
         stage_sizes: Bytes of each pipeline stage.
@@ -259,7 +261,7 @@ def metadata_bytes(
         catalog: Whole or sharded tensors, and objects.
         aliases: Tied name -> name of the stored tensor whose bytes it shares.
         planner_data: `planner_data` of the source, extended by new names; None describes a flat state dict.
-        counterparts: Name of a stored copy -> name in `planner_data` whose parent it shares; aliases are added
+        counterparts: Name of a stored copy -> name in `planner_data` next to which its path is put; aliases are added
             automatically.
 
     Raises:
@@ -324,6 +326,12 @@ def extend_planner_data(
 
 
 def _sibling_path(name: str, path: Any) -> tuple[Any, ...]:
+    """Return the path of a name that shares the first and last keys of another path; (name,) if none fits.
+
+    Example:
+        "optim.state.head.exp_avg" next to ("optim", "state", "embed", "exp_avg") is at
+        ("optim", "state", "head", "exp_avg").
+    """
     if not isinstance(path, tuple):
         return (name,)
     front, back, rest = 0, len(path), name

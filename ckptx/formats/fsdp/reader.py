@@ -20,7 +20,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.block_assembly import CoverageCheck, RegionCache, split_replicas
+from ckptx.formats.chunk_assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN, RankFile, parse_rank_file
 from ckptx.formats.fsdp.pickled_tensors import RankShards, load_state_dict, shards_of_rank
 from ckptx.formats.hf.torch_bin import describe_value, is_utf8
@@ -113,7 +113,7 @@ class _StateDicts:
     """Merges the state dicts of the ranks that were read.
 
     Attributes:
-        blocks: The shards of each tensor, in the order of ranks.
+        chunks: The shards of each tensor, in the order of ranks.
         dtypes_and_shapes: Dtype and shape of each tensor in the file of the lowest rank; the dtype is None if no rank
             read so far has elements of it.
     """
@@ -121,7 +121,7 @@ class _StateDicts:
     def __init__(self) -> None:
         self._regions = RegionCache()
         self._first_file = ""
-        self.blocks: dict[str, list[Chunk]] = {}
+        self.chunks: dict[str, list[Chunk]] = {}
         self.dtypes_and_shapes: dict[str, tuple[DType | None, Shape]] = {}
 
     def add(self, files: SourceFiles, file: RankFile) -> None:
@@ -146,7 +146,7 @@ class _StateDicts:
                 )
             subject = f'{where}: tensor "{name}"'
             shards = shards_of_rank(value, file.rank, subject)
-            blocks = self.blocks.setdefault(name, [])
+            chunks = self.chunks.setdefault(name, [])
             dtype = None
             for local, region in shards.local_shards:
                 payload = locate_tensor(local, archive.records, subject)
@@ -157,7 +157,7 @@ class _StateDicts:
                     )
                 dtype = payload.dtype
                 location = payload.data_offset, payload.nbytes, payload.strides, payload.record
-                blocks.append(Chunk(self._region(region, name, where), file.name, *location))
+                chunks.append(Chunk(self._region(region, name, where), file.name, *location))
             self._check_consistent(name, dtype, shards, subject)
         if not self._first_file:
             self._first_file = file.name
@@ -194,10 +194,10 @@ class _StateDicts:
         """
         coverage = CoverageCheck()
         entries: dict[str, TensorEntry] = {}
-        for name, blocks in self.blocks.items():
+        for name, stored_chunks in self.chunks.items():
             dtype, shape = self.dtypes_and_shapes[name]
             subject = f'{where}: tensor "{name}" of shape {list(shape)}'
-            chunks, replicas = split_replicas(block for block in blocks if block.region.numel or 0 in shape)
+            chunks, replicas = split_replicas(each for each in stored_chunks if each.region.numel or 0 in shape)
             fault = coverage.fault(shape, chunks)
             if fault is not None or dtype is None or not chunks:
                 problem = (

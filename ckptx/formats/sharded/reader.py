@@ -21,7 +21,7 @@ from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.block_assembly import CoverageCheck, RegionCache, split_replicas
+from ckptx.formats.chunk_assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.hf.layout import natural_key
 from ckptx.formats.hf.reader import INDEX_FILE, read_header
 from ckptx.formats.hf.safetensors import Header

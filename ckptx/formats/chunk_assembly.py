@@ -1,6 +1,6 @@
-"""Assemble tensors from blocks in several files, for formats without an index that lists the blocks.
+"""Assemble tensors from chunks in several files, for formats without an index that lists the chunks.
 
-A block that is in more than one file is a chunk of its tensor in the first of them, and a replica in the others.
+Of chunks with the same region in several files, the first is a chunk of the tensor, and the others are its replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from ckptx.untrusted.hash_keys import HashFlood, UniqueTuples, identity_key, sal
 
 
 class RegionCache:
-    """Cache of one object per distinct region: regions repeat, and the functions below compare them by identity."""
+    """Cache of one object per distinct region.
+
+    Regions repeat. `CoverageCheck` compares them by identity, and dicts with `salted_key` need them, see `hash_keys`.
+    """
 
     def __init__(self) -> None:
         self._regions: UniqueTuples[Region] = UniqueTuples()
@@ -33,14 +36,12 @@ class RegionCache:
             where: The file, for error messages.
 
         Raises:
-            InputError: Too many regions share a hash, which happens only if the file was made so.
+            InputError: Too many regions share a hash, which happens only in a crafted file.
         """
         try:
             return self._regions.add(region)
         except HashFlood as error:
-            raise InputError(
-                f'{where}: tensor "{name}" has one of {error}; the file is damaged, copy it again'
-            ) from None
+            raise InputError(f'{where}: tensor "{name}": {error}; the file is damaged, copy it again') from None
 
 
 class CoverageCheck:
@@ -61,18 +62,18 @@ class CoverageCheck:
         return fault
 
 
-def split_replicas(blocks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the first block of each region, and the remaining ones; the regions come from one cache."""
+def split_replicas(chunks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Return the first chunk of each region, and the remaining ones; the regions come from one cache."""
     first: dict[tuple[int, Region], Chunk] = {}
     replicas = []
-    for block in blocks:
-        if first.setdefault(salted_key(block.region), block) is not block:
-            replicas.append(block)
+    for chunk in chunks:
+        if first.setdefault(salted_key(chunk.region), chunk) is not chunk:
+            replicas.append(chunk)
     return tuple(first.values()), tuple(replicas)
 
 
-def replica_pairs(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
-    """Iterate over replicas, each with its tensor and the chunk of the same region; readers compare both."""
+def replicas_with_chunks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
+    """Yield tensor, chunk and replica for each replica in a catalog; the regions come from one cache."""
     for entry in catalog.tensors.values():
         if entry.replicas:
             chunks = {salted_key(chunk.region): chunk for chunk in entry.chunks}
