@@ -116,7 +116,7 @@ def test_what_torch_wrote_is_left_to_the_unpickler(name: str) -> None:
 
 def test_every_name_of_the_form_is_in_the_memo_before_the_first_tensor() -> None:
     writer = PickleEmitter()
-    writer.head()
+    writer.emit_head()
     assert writer.memo == own_metadata._WRITER.memo
 
 
@@ -167,7 +167,7 @@ def test_lines_that_define_their_file_again_are_numbered_as_the_pickle_numbers_t
 @pytest.mark.parametrize("made", [of_cut(2), of_objects()])
 def test_damage_is_never_read_as_something_else(made: bytes) -> None:
     random = Random(7)
-    start = len(PickleEmitter().head())
+    start = len(PickleEmitter().emit_head())
     read = 0
     for _ in range(6000):
         sample = bytearray(made)

@@ -7,6 +7,7 @@ as they are consumed.
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -16,6 +17,12 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import UnsupportedError
 from ckptx.formats.dcp.metadata import FILESYSTEM_MODULE, METADATA_MODULE, DcpMetadata, StorageInfo, TensorMetadata
 from ckptx.formats.torch_archive.archive import pickled_int
+
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ  # an instance of the class before, without fields
+_CALL = pickle.TUPLE1 + pickle.REDUCE  # the result of a function, both before: function, argument
+_BEGIN_DICT = pickle.EMPTY_DICT + pickle.MARK  # keys and values follow, then SETITEMS
+_BEGIN_LIST = pickle.EMPTY_LIST + pickle.MARK  # items follow, then APPENDS
+_END_INSTANCE = pickle.SETITEMS + pickle.BUILD  # the end of a dict of fields, which the instance before it receives
 
 
 class StorageEntry(NamedTuple):
@@ -92,40 +99,41 @@ def pickle_metadata(
     objects = list(objects)
     emitter, file = PickleEmitter(), BytesIO()
     write = file.write
-    write(emitter.head())
+    write(emitter.emit_head())
     # Codes by `id`, as equal tensors may be one object; with the tensor itself, so that its id stays unique.
-    known_tensors: dict[int, tuple[TensorMetadata, bytes]] = {}
+    tensor_codes: dict[int, tuple[TensorMetadata, bytes]] = {}
     for fqn, tensor in tensors.items():
-        write(emitter.text(fqn))
-        known_tensor = known_tensors.get(id(tensor))
+        write(emitter.emit_text(fqn))
+        known_tensor = tensor_codes.get(id(tensor))
         if known_tensor is None:
-            write(emitter.tensor(tensor))
+            write(emitter.emit_tensor(tensor))
             # Emitted again, because the code is shorter now that its values are in the memo.
-            known_tensors[id(tensor)] = tensor, emitter.tensor(tensor)
+            tensor_codes[id(tensor)] = tensor, emitter.emit_tensor(tensor)
         else:
             write(known_tensor[1])
     for fqn in objects:
-        write(emitter.text(fqn) + emitter.global_reference(METADATA_MODULE, BYTES_CLASS) + b")\x81")
-    write(b"u" + emitter.text("planner_data"))
+        write(emitter.emit_text(fqn) + emitter.emit_global(METADATA_MODULE, BYTES_CLASS) + _NEW)
+    write(pickle.SETITEMS + emitter.emit_text("planner_data"))
     if planner_data is None:
-        names = [emitter.text(fqn) for fqn in (*tensors, *objects)]
-        write(b"}(" + b"".join([name + name + b"\x85" for name in names]) + b"u")
+        names = [emitter.emit_text(fqn) for fqn in (*tensors, *objects)]
+        write(_BEGIN_DICT + b"".join([name + name + pickle.TUPLE1 for name in names]) + pickle.SETITEMS)
     else:
-        write(emitter.plain(planner_data))
-    write(emitter.text("storage_data") + b"}(")
+        write(emitter.emit_plain(planner_data))
+    write(emitter.emit_text("storage_data") + _BEGIN_DICT)
     for code in _emit_storage(storage, emitter):
         write(code)
-    write(b"u" + emitter.text("storage_meta") + b"N" + emitter.text("version") + emitter.text("1.0.0") + b"ub.")
+    write(pickle.SETITEMS + emitter.emit_text("storage_meta") + pickle.NONE)
+    write(emitter.emit_text("version") + emitter.emit_text("1.0.0") + _END_INSTANCE + pickle.STOP)
     return file.getvalue()
 
 
 def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitter: PickleEmitter) -> Iterator[bytes]:
-    key = emitter.new(METADATA_MODULE, "MetadataIndex") + emitter.text("fqn")
+    key = emitter.emit_new(METADATA_MODULE, "MetadataIndex") + emitter.emit_text("fqn")
     entry_codes = _StorageEntryCodes(emitter)
     # Codes by `id` of regions, files and lengths; with the entries themselves, so that these ids stay unique.
     known_shardings: dict[tuple[int, int, int], tuple[ShardedStorageEntries, list[tuple[bytes, bytes]]]] = {}
     for entry in storage:
-        name = key + emitter.text(entry.fqn)
+        name = key + emitter.emit_text(entry.fqn)
         if isinstance(entry, StorageEntry):
             begin, end = entry_codes.surrounding_codes(entry.chunk_index, entry.chunk_offsets, entry.location)
             yield name + begin + pickled_int(entry.location.offset) + end
@@ -153,23 +161,25 @@ class _StorageEntryCodes:
 
     def __init__(self, emitter: PickleEmitter) -> None:
         self._emitter = emitter
-        self._index_key, self._offset_key = emitter.text("index"), emitter.text("offset")
-        self._storage_info = b"ub" + emitter.new(FILESYSTEM_MODULE, "_StorageInfo") + emitter.text("relative_path")
-        self._length_key = emitter.text("length")
+        self._index_key, self._offset_key = emitter.emit_text("index"), emitter.emit_text("offset")
+        self._storage_info = (
+            _END_INSTANCE + emitter.emit_new(FILESYSTEM_MODULE, "_StorageInfo") + emitter.emit_text("relative_path")
+        )
+        self._length_key = emitter.emit_text("length")
 
     def surrounding_codes(
         self, index: int | None, chunk_offsets: Shape | None, location: StorageInfo
     ) -> tuple[bytes, bytes]:
         """Return the opcodes of one entry before and after its offset in the file; see `StorageEntry`."""
         emitter = self._emitter
-        index_code = b"N"
+        index_code = pickle.NONE
         if chunk_offsets is not None:
-            index_code = pickled_int(index or 0) + self._offset_key + emitter.size(chunk_offsets)
-        begin = self._index_key + index_code + self._storage_info + emitter.text(location.path) + self._offset_key
+            index_code = pickled_int(index or 0) + self._offset_key + emitter.emit_size(chunk_offsets)
+        begin = self._index_key + index_code + self._storage_info + emitter.emit_text(location.path) + self._offset_key
         end = self._length_key + pickled_int(location.length)
         if location.transforms:
-            end += emitter.text("transform_descriptors") + emitter.plain(list(location.transforms))
-        return begin, end + b"ub"
+            end += emitter.emit_text("transform_descriptors") + emitter.emit_plain(list(location.transforms))
+        return begin, end + _END_INSTANCE
 
     def sharding_codes(self, sharding: ShardedStorageEntries) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield for each entry the opcodes before and after its offset, and the offset."""
@@ -178,6 +188,7 @@ class _StorageEntryCodes:
             yield *self.surrounding_codes(index, region.offsets, StorageInfo(file, offset, length)), offset
 
 
+BYTES_CLASS = "BytesStorageMetadata"
 _CLASSES = (
     (METADATA_MODULE, "Metadata"),
     (METADATA_MODULE, "TensorStorageMetadata"),
@@ -203,12 +214,9 @@ _FIELDS = (
 )
 
 
-BYTES_CLASS = "BytesStorageMetadata"
-
-
 def memo_reference(number: int) -> bytes:
     """Return the opcode and argument that get a value from the memo."""
-    return b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little")
+    return pickle.BINGET + b"%c" % number if number < 256 else pickle.LONG_BINGET + number.to_bytes(4, "little")
 
 
 class PickleEmitter:
@@ -225,79 +233,83 @@ class PickleEmitter:
 
     def _memoize(self, key: object, code: bytes) -> bytes:
         self.memo[key] = memo_reference(len(self.memo))
-        return code + b"\x94"
+        return code + pickle.MEMOIZE
 
-    def text(self, value: str) -> bytes:
+    def emit_text(self, value: str) -> bytes:
         known = self.memo.get(value)
         if known is not None:
             return known
         data = value.encode()
-        size = b"\x8c%c" % len(data) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
-        return self._memoize(value, size + data)
+        if len(data) < 256:
+            return self._memoize(value, pickle.SHORT_BINUNICODE + b"%c" % len(data) + data)
+        return self._memoize(value, pickle.BINUNICODE + len(data).to_bytes(4, "little") + data)
 
-    def global_reference(self, module: str, name: str) -> bytes:
+    def emit_global(self, module: str, name: str) -> bytes:
         key = (module, name)
-        return self.memo.get(key) or self._memoize(key, self.text(module) + self.text(name) + b"\x93")
-
-    def head(self) -> bytes:
-        """Return the opcodes before the first tensor. They push repeated names and pop them again to fill the memo."""
-        names = [self.global_reference(module, name) for module, name in _CLASSES] + [
-            self.text(name) for name in _FIELDS
-        ]
-        begin = self.new(METADATA_MODULE, "Metadata") + self.text("state_dict_metadata") + b"}("
-        return b"\x80\x04" + b"".join([name + b"0" for name in names]) + begin
-
-    def new(self, module: str, name: str) -> bytes:
-        """Return the opcodes that open an instance and its fields; `ub` closes both."""
-        return self.global_reference(module, name) + b")\x81}("
-
-    def size(self, shape: Shape) -> bytes:
-        return self.memo.get(shape) or self._memoize(
-            shape, self.global_reference("torch", "Size") + _tuple(list(map(pickled_int, shape))) + b"\x85R"
+        return self.memo.get(key) or self._memoize(
+            key, self.emit_text(module) + self.emit_text(name) + pickle.STACK_GLOBAL
         )
 
-    def properties(self, dtype: str) -> bytes:
+    def emit_head(self) -> bytes:
+        """Return the opcodes before the first tensor. They push repeated names and pop them again to fill the memo."""
+        names = [self.emit_global(module, name) for module, name in _CLASSES] + [
+            self.emit_text(name) for name in _FIELDS
+        ]
+        begin = self.emit_new(METADATA_MODULE, "Metadata") + self.emit_text("state_dict_metadata") + _BEGIN_DICT
+        return pickle.PROTO + b"\x04" + b"".join([name + pickle.POP for name in names]) + begin
+
+    def emit_new(self, module: str, name: str) -> bytes:
+        """Return the opcodes that begin an instance and its fields; `_END_INSTANCE` ends both."""
+        return self.emit_global(module, name) + _NEW + _BEGIN_DICT
+
+    def emit_size(self, shape: Shape) -> bytes:
+        return self.memo.get(shape) or self._memoize(
+            shape, self.emit_global("torch", "Size") + _tuple(list(map(pickled_int, shape))) + _CALL
+        )
+
+    def emit_properties(self, dtype: str) -> bytes:
         key = ("properties", dtype)
         known = self.memo.get(key)
         if known is None:
-            build = (
-                self.global_reference(METADATA_MODULE, "TensorProperties")
-                + b")\x81("
-                + self.global_reference("torch", dtype)
-            )
-            build += (
-                self.global_reference("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R\x89"
-            )
-            build += self.global_reference(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
+            build = self.emit_global(METADATA_MODULE, "TensorProperties") + _NEW + pickle.MARK
+            build += self.emit_global("torch", dtype)
+            build += self.emit_global("torch.serialization", "_get_layout") + self.emit_text("torch.strided") + _CALL
+            build += pickle.NEWFALSE  # requires_grad
+            build += self.emit_global(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + pickled_int(0) + _CALL
+            build += pickle.NEWFALSE + pickle.TUPLE + pickle.BUILD  # pin_memory, end of the state
             known = self._memoize(key, build)
         return known
 
-    def tensor(self, tensor: TensorMetadata) -> bytes:
-        code = self.new(METADATA_MODULE, "TensorStorageMetadata") + self.text("properties")
-        code += self.properties(tensor.dtype) + self.text("size") + self.size(tensor.size) + self.text("chunks") + b"]("
+    def emit_tensor(self, tensor: TensorMetadata) -> bytes:
+        code = self.emit_new(METADATA_MODULE, "TensorStorageMetadata") + self.emit_text("properties")
+        code += self.emit_properties(tensor.dtype) + self.emit_text("size") + self.emit_size(tensor.size)
+        code += self.emit_text("chunks") + _BEGIN_LIST
         for region in tensor.chunks:
-            code += self.new(METADATA_MODULE, "ChunkStorageMetadata") + self.text("offsets")
-            code += self.size(region.offsets) + self.text("sizes") + self.size(region.sizes) + b"ub"
-        return code + b"eub"
+            code += self.emit_new(METADATA_MODULE, "ChunkStorageMetadata") + self.emit_text("offsets")
+            code += (
+                self.emit_size(region.offsets) + self.emit_text("sizes") + self.emit_size(region.sizes) + _END_INSTANCE
+            )
+        return code + pickle.APPENDS + _END_INSTANCE
 
-    def plain(self, value: object) -> bytes:
+    def emit_plain(self, value: object) -> bytes:
         """Return the opcodes of nested dicts, lists, tuples, strings, numbers and None."""
         if type(value) is str:
-            return self.text(value)
+            return self.emit_text(value)
         if isinstance(value, tuple):
-            return _tuple([self.plain(item) for item in value])
+            return _tuple([self.emit_plain(item) for item in value])
         if value is None:
-            return b"N"
+            return pickle.NONE
         if isinstance(value, bool):
-            return b"\x88" if value else b"\x89"
+            return pickle.NEWTRUE if value else pickle.NEWFALSE
         if isinstance(value, int):
             return pickled_int(value)
         if isinstance(value, float):
-            return b"G" + struct.pack(">d", value)
+            return pickle.BINFLOAT + struct.pack(">d", value)
         if isinstance(value, list):
-            return b"](" + b"".join([self.plain(item) for item in value]) + b"e"
+            return _BEGIN_LIST + b"".join([self.emit_plain(item) for item in value]) + pickle.APPENDS
         if isinstance(value, Mapping):
-            return b"}(" + b"".join([self.plain(k) + self.plain(v) for k, v in value.items()]) + b"u"
+            items = [self.emit_plain(key) + self.emit_plain(item) for key, item in value.items()]
+            return _BEGIN_DICT + b"".join(items) + pickle.SETITEMS
         raise UnsupportedError(
             f"planner_data contains a {type(value).__name__}, but only plain values can be written; save with torch's "
             "default planner"
@@ -306,5 +318,5 @@ class PickleEmitter:
 
 def _tuple(items: list[bytes]) -> bytes:
     if len(items) > 3:
-        return b"(" + b"".join(items) + b"t"
-    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]
+        return pickle.MARK + b"".join(items) + pickle.TUPLE
+    return b"".join(items) + (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)[len(items)]

@@ -60,23 +60,23 @@ class _UnexpectedForm(Exception):
 
 # The bytes between the values, as `PickleEmitter` writes them once all these names are in its memo.
 _WRITER = PickleEmitter()
-_HEAD = _WRITER.head()
-_PROPERTIES = _WRITER.new(METADATA_MODULE, "TensorStorageMetadata") + _WRITER.text("properties")
-_SIZE = _WRITER.text("size")
-_CHUNKS = _WRITER.text("chunks") + b"]("
-_CHUNK = _WRITER.new(METADATA_MODULE, "ChunkStorageMetadata") + _WRITER.text("offsets")
-_SIZES = _WRITER.text("sizes")
-_ENTRY = _WRITER.new(METADATA_MODULE, "MetadataIndex") + _WRITER.text("fqn")
-_INDEX = _WRITER.text("index")
-_OFFSET = _WRITER.text("offset")
-_FILE = b"ub" + _WRITER.new(FILESYSTEM_MODULE, "_StorageInfo") + _WRITER.text("relative_path")
-_LENGTH = _WRITER.text("length")
-_TORCH_SIZE = _WRITER.global_reference("torch", "Size")
-_DTYPE = _WRITER.global_reference(METADATA_MODULE, "TensorProperties") + b")\x81(" + _WRITER.text("torch")
-_LAYOUT = b"\x93\x94" + _WRITER.global_reference("torch.serialization", "_get_layout")
-_MEMORY_FORMAT = b"\x85R\x89" + _WRITER.global_reference(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
+_HEAD = _WRITER.emit_head()
+_PROPERTIES = _WRITER.emit_new(METADATA_MODULE, "TensorStorageMetadata") + _WRITER.emit_text("properties")
+_SIZE = _WRITER.emit_text("size")
+_CHUNKS = _WRITER.emit_text("chunks") + b"]("
+_CHUNK = _WRITER.emit_new(METADATA_MODULE, "ChunkStorageMetadata") + _WRITER.emit_text("offsets")
+_SIZES = _WRITER.emit_text("sizes")
+_ENTRY = _WRITER.emit_new(METADATA_MODULE, "MetadataIndex") + _WRITER.emit_text("fqn")
+_INDEX = _WRITER.emit_text("index")
+_OFFSET = _WRITER.emit_text("offset")
+_FILE = b"ub" + _WRITER.emit_new(FILESYSTEM_MODULE, "_StorageInfo") + _WRITER.emit_text("relative_path")
+_LENGTH = _WRITER.emit_text("length")
+_TORCH_SIZE = _WRITER.emit_global("torch", "Size")
+_DTYPE = _WRITER.emit_global(METADATA_MODULE, "TensorProperties") + b")\x81(" + _WRITER.emit_text("torch")
+_LAYOUT = b"\x93\x94" + _WRITER.emit_global("torch.serialization", "_get_layout")
+_MEMORY_FORMAT = b"\x85R\x89" + _WRITER.emit_global(METADATA_MODULE, "_MEM_FORMAT_ENCODING") + b"K\0\x85R\x89tb"
 _ANY_CLASS = object()  # stands for any class in the memo
-_BYTES_OBJECT = _WRITER.text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(BYTES_CLASS), BYTES_CLASS.encode())
+_BYTES_OBJECT = _WRITER.emit_text(METADATA_MODULE) + b"\x8c%c%b\x94\x93\x94" % (len(BYTES_CLASS), BYTES_CLASS.encode())
 _INITIAL_MEMO = {code: key if isinstance(key, str) else _ANY_CLASS for key, code in _WRITER.memo.items()}
 
 # A tensor whose values are all in the memo; bounded, because the regex engine keeps a record per repetition.
