@@ -36,8 +36,7 @@ class LoadConversion(NamedTuple):
     Attributes:
         sources: Patterns on disk.
         targets: Patterns in the model.
-        ops: Operations in the order of loading: kind, numbers, and after a colon expressions separated by semicolons
-            (``merge 0``, ``transpose 1 2 0``, ``split 0 : hidden_size ; head_dim``).
+        ops: Operations in the order of loading, see `split_op`.
     """
 
     sources: tuple[str, ...]
@@ -144,7 +143,19 @@ def _without_composite_defaults(defaults: Mapping[str, int | None]) -> dict[str,
 
 
 def split_op(text: str) -> tuple[list[str], list[str]]:
-    """Split an operation of a `LoadConversion` into its words (kind and numbers) and its expressions."""
+    """Split an operation of a `LoadConversion` into its words (kind and numbers) and its expressions.
+
+    The words come first. Expressions (see `ckptx.architecture.expressions`) follow a colon, with semicolons in between:
+
+        merge DIM, concat DIM, chunk DIM
+        split DIM : SIZE ; SIZE                sizes of the parts
+        transpose DIM DIM EITHER : SIZE        EITHER is 1 if checkpoints store it either way; size along the second dim
+        interleave DIM INVERSE
+        permute_rope INVERSE INDEX ... : HEADS indices of the permuted tensors, none for all
+        unsupported:CLASS                      class of transformers that ckptx lacks, or a description
+
+    `plans` converts these texts to `Op`, which describes the kinds.
+    """
     words, _, expressions = text.partition(" : ")
     return words.split(), expressions.split(" ; ") if expressions else []
 

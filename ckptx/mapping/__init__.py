@@ -1,1 +1,11 @@
-"""Map tensor names between checkpoints: prefixes, wrappers, optimizer and trainer state. Does not import torch."""
+"""Map tensor names between checkpoints: prefixes, wrappers, optimizer and trainer state. Does not import torch.
+
+Terms for names, here and in the other packages:
+
+    stored name    name in a file of the checkpoint, with prefixes and wrappers such as `_orig_mod.`
+    disk name      name as published on the Hub (`--names hf`)
+    model name     name in the module that transformers builds (`--names model`)
+    trainer name   name of a trainer with another scheme, such as torchtitan
+    source, target name in the checkpoint that is read, and in the one that is written
+    pattern        name with `*` for each index: `model.layers.*.mlp.up_proj.weight`
+"""

@@ -18,7 +18,8 @@ from ckptx.mapping.rewrite import KEEP_NAMES, concat, interleave, merge, permute
 from ckptx.wording import counted
 
 UNSUPPORTED_PREFIX = "unsupported:"
-_INVERSE = {"merge": "unmerge", "unmerge": "merge", "chunk": "concat", "split": "concat", "concat": "chunk"}
+_KINDS_THAT_KEEP_SHAPES = frozenset({"same", "interleave", "permute_rope"})
+_INVERSE = {"merge": "unmerge", "unmerge": "merge", "concat": "chunk"}  # of kinds with the same arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class Op:
     """One step of a conversion.
 
     Attributes:
-        kind: Operation, in the direction of the loader:
+        kind: Operation, from disk names to model names, as `from_pretrained` applies it:
             "merge": stack the tensors of a module list along a new dim; "unmerge": the inverse.
-            "concat": concatenate tensors along a dim; "chunk": split into equal parts, as `torch.chunk`;
-            "split": split into parts of given sizes.
+            "concat": concatenate tensors along a dim; "chunk": split as `torch.chunk` does, so that the last part may
+            be smaller; "split": split into parts of given sizes.
             "transpose": exchange two dims. "same": no change.
             "interleave": along a dim, reorder a0 b0 a1 b1 to a0 a1 b0 b1, or the inverse.
             "permute_rope": reorder the rows of each head from rotary pairs to halves, or the inverse.
@@ -37,9 +38,10 @@ class Op:
         dim: Dim of the operation; for merge the new dim.
         other_dim: Second dim of "transpose".
         args: "split": sizes of the parts. "concat": sizes for the inverse; empty if they are equal. "chunk": number of
-            parts; empty for one part per target. "transpose": (1,) if the tensor may also be stored in the layout of
-            the model, which its shape then shows. "interleave": (1,) for the inverse. "permute_rope": (heads, 1 for
-            the inverse, parts...); the parts are indices of the permuted tensors, none for all.
+            parts; empty for one part per target. "transpose": empty, or (1,) if checkpoints store it either way: only
+            a tensor without the shape of the model is transposed; with a second number, its size along `other_dim`.
+            "interleave": (1,) for the inverse. "permute_rope": (heads,) or (heads, 1 for the inverse, indices of the
+            permuted tensors...), without indices for all.
     """
 
     kind: str
@@ -59,9 +61,15 @@ class Op:
         if self.kind == "interleave":
             return Op("interleave", self.dim, args=() if self.args[:1] == (1,) else (1,))
         if self.kind == "permute_rope":
-            heads, is_inverse, *indices = (*self.args, 0) if len(self.args) == 1 else self.args
-            return Op("permute_rope", self.dim, args=(heads, 1 - is_inverse, *indices))
+            heads, is_inverse, indices = self.rope_args
+            return Op("permute_rope", self.dim, args=(heads, int(not is_inverse), *indices))
         return Op(_INVERSE.get(self.kind, self.kind), self.dim, self.other_dim, self.args)
+
+    @property
+    def rope_args(self) -> tuple[int, bool, tuple[int, ...]]:
+        """Return the arguments of "permute_rope": heads, True for the inverse, indices of the permuted tensors."""
+        heads, is_inverse, *indices = (*self.args, 0) if len(self.args) == 1 else self.args
+        return heads, is_inverse == 1, tuple(indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
     Args:
         conversion: Conversion to apply.
         columns: Tensors of each source pattern.
-        shapes: Expected shape of each target pattern; None if unknown.
+        shapes: Expected shape of each target pattern; None if unknown. Only the last op that changes shapes uses them.
 
     Returns:
         The tensors of each target pattern, with the name of one of their sources.
@@ -112,18 +120,27 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
         InputError: The tensors do not match.
         UnsupportedError: An op is unknown to ckptx, requires an unknown shape, or would split a byte of a packed dtype.
     """
-    for op in conversion.ops:
-        columns = _apply_op(op, columns, len(conversion.targets), shapes)
+    for number, op in enumerate(conversion.ops, 1):
+        has_target_shapes = all(each.kind in _KINDS_THAT_KEEP_SHAPES for each in conversion.ops[number:])
+        result_shapes = shapes if has_target_shapes else [None] * len(shapes)
+        columns = _apply_op(op, columns, len(conversion.targets), result_shapes)
     if len(columns) != len(conversion.targets):
         raise InternalError(
-            f"{conversion}: its ops result in {counted(len(columns), 'target')}, required "
-            f"{len(conversion.targets)}; please report this"
+            f"{conversion}: its ops give {counted(len(columns), 'target')} instead of {len(conversion.targets)}; "
+            "please report this"
         )
     return columns
 
 
 def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | None]) -> Columns:
-    """Apply one op to `columns`; `count` is the number of target patterns."""
+    """Apply one op to `columns`.
+
+    Args:
+        op: Op to apply.
+        columns: Tensors that it is applied to.
+        count: Number of target patterns of the conversion.
+        shapes: Shape of each result of the op; None if unknown.
+    """
     if op.kind == "same":
         return columns
     if op.kind == "merge":
@@ -136,7 +153,7 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
         entry = columns[0][0]
         sizes = _part_sizes(op, entry, count, shapes)
         parts = split(entry, op.dim, sizes)
-        return [parts] if count == 1 else [[part] for part in parts]
+        return [parts] if count == 1 else [[part] for part in parts]  # one target pattern is that of a module list
     if op.kind == "transpose":
         return [
             [_transpose(entry, op, shape) for entry in column]
@@ -145,9 +162,9 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
     if op.kind == "interleave":
         return [[interleave(entry, op.dim, inverse=op.args[:1] == (1,)) for entry in column] for column in columns]
     if op.kind == "permute_rope":
-        heads, is_inverse, *indices = (*op.args, 0) if len(op.args) == 1 else op.args
+        heads, is_inverse, indices = op.rope_args
         return [
-            [permute_rope(entry, heads, is_inverse == 1) for entry in column] if not indices or i in indices else column
+            [permute_rope(entry, heads, is_inverse) for entry in column] if not indices or i in indices else column
             for i, column in enumerate(columns)
         ]
     name = op.kind.removeprefix(UNSUPPORTED_PREFIX)
@@ -158,6 +175,7 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
 
 
 def _match_length(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
+    """Return the shapes of `count` results: unknown if there are not as many results as targets."""
     return shapes if len(shapes) == count else (None,) * count
 
 
@@ -173,9 +191,10 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
         return sizes
     size, parts = entry.shape[op.dim], op.args[0] if op.args else count
     step = -(-size // parts)
-    if step * (parts - 1) >= size > 0 or parts < 2:
+    is_last_empty = step * (parts - 1) >= size > 0
+    if is_last_empty or parts < 2:
         raise InputError(
-            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into {parts} equal parts along dim '
+            f'tensor "{entry.name}": shape {list(entry.shape)} does not split into {parts} parts along dim '
             f"{op.dim}; use the config that belongs to this checkpoint"
         )
     return tuple(min(step, size - i * step) for i in range(parts))

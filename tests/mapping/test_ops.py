@@ -185,7 +185,7 @@ def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> Te
         (Op("concat", 1), [[entry_of((4, 6))], [entry_of((3, 6), name="y")]], '"y": BF16 of shape .3, 6.'),
         (Op("concat", 2), [[entry_of((4, 6))]], "has no dim 2"),
         (Op("split", 0, args=(3, 2)), [[entry_of((4, 6))]], "does not split into parts of .3, 2. along dim 0"),
-        (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "does not split into 3 equal parts along dim 0"),
+        (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "does not split into 3 parts along dim 0"),
         (Op("interleave", 1), [[entry_of((4, 5))]], "does not split into pairs along dim 1"),
         (Op("permute_rope", args=(3, 0)), [[entry_of((16, 2))]], "3 heads of rotary pairs"),
         (Op("transpose", 0, 1), [[entry_of((4,))]], "has no dim 1"),
@@ -202,6 +202,15 @@ def test_an_unknown_op_is_refused_by_the_name_of_its_class() -> None:
     assert conversion.unsupported_op == "Conv3dToLinear" and conversion.inverse.unsupported_op == "Conv3dToLinear"
     with pytest.raises(UnsupportedError, match=r'"x".*Conv3dToLinear of transformers'):
         convert(conversion, [[entry_of((2,))]], [None])
+
+
+def test_shapes_of_targets_are_not_those_before_another_op() -> None:
+    either = Op("transpose", 0, 1, (1,))
+    for last, shape in ((Op("same"), (4, 6)), (Op("interleave"), (4, 6))):
+        (column,) = convert(Conversion(("x",), ("y",), (either, last)), [[entry_of((6, 4))]], [shape])
+        assert column[0].shape == shape
+    with pytest.raises(UnsupportedError, match="the expected shape is unknown; keep its names: pass --names hf or"):
+        convert(Conversion(("x.*",), ("y",), (either, Op("merge"))), [[entry_of((6, 4))]], [(6, 4)])
 
 
 def test_pairs_that_share_a_byte_are_not_parted() -> None:
