@@ -164,21 +164,21 @@ def encode_structure(structure: Structure, prefix: str, shared_parts: dict[str, 
     """
     shared = dataclasses.replace(
         structure,
-        head="",
+        output_head="",
         embedding=structure.embedding if structure.embedding.startswith(prefix) else "",
         plan={key: style for key, style in structure.plan.items() if key.startswith(prefix)},
         stacks=tuple(_shared_stack(stack, prefix) for stack in structure.stacks if stack.path.startswith(prefix)),
-        heads={key: pairs for key, pairs in structure.heads.items() if key.startswith(prefix)},
+        attention_heads={key: pairs for key, pairs in structure.attention_heads.items() if key.startswith(prefix)},
         transposed=frozenset(each for each in structure.transposed if each.startswith(prefix)),
         conversions=frozenset(each for each in structure.conversions if _is_below(each, prefix)),
         other_conversions=frozenset(each for each in structure.other_conversions if _is_below(each, prefix)),
     )
     own = Structure(
-        head=structure.head,
+        output_head=structure.output_head,
         embedding="" if structure.embedding.startswith(prefix) else structure.embedding,
         plan={key: style for key, style in structure.plan.items() if not key.startswith(prefix)},
         stacks=tuple(stack for stack in structure.stacks if not stack.path.startswith(prefix)),
-        heads={key: pairs for key, pairs in structure.heads.items() if not key.startswith(prefix)},
+        attention_heads={key: pairs for key, pairs in structure.attention_heads.items() if not key.startswith(prefix)},
         transposed=structure.transposed - shared.transposed,
         conversions=structure.conversions - shared.conversions,
         other_conversions=structure.other_conversions - shared.other_conversions,
@@ -211,12 +211,13 @@ def _structure_values(structure: Structure, prefix: str) -> Values:
     values = {
         "text": structure.text_config_path,
         "text_type": structure.text_type,
-        "head": structure.head,
+        "head": structure.output_head,
         "embedding": structure.embedding.removeprefix(prefix),
         "plan": {key.removeprefix(prefix): style for key, style in sorted(structure.plan.items())},
         "stacks": [_stack_values(stack, prefix) for stack in structure.stacks],
         "heads": {
-            key.removeprefix(prefix): [list(pair) for pair in pairs] for key, pairs in sorted(structure.heads.items())
+            key.removeprefix(prefix): [list(pair) for pair in pairs]
+            for key, pairs in sorted(structure.attention_heads.items())
         },
         "transposed": sorted(each.removeprefix(prefix) for each in structure.transposed),
         "renames": _renames(structure.conversions, prefix),

@@ -53,7 +53,7 @@ def plan_of(
         pattern: Rule(
             style,
             f"model plan (transformers {version})",
-            heads=_evaluate_heads(structure.heads.get(pattern, ()), scopes),
+            heads=_evaluate_heads(structure.attention_heads.get(pattern, ()), scopes),
             transposed=pattern in structure.transposed,
         )
         for pattern, style in structure.plan.items()
@@ -61,7 +61,7 @@ def plan_of(
     compositions = compositions_of(structure, scopes)
     plan = TensorParallelPlan(model_rules, compositions=compositions)
     overrides = dict(_correction_rules(structure, model_type, scopes))
-    vocabulary_modules = ((structure.embedding, "embedding_rowwise"), (structure.head, "colwise_gather_output"))
+    vocabulary_modules = ((structure.embedding, "embedding_rowwise"), (structure.output_head, "colwise_gather_output"))
     for path, style in vocabulary_modules:
         if (
             path

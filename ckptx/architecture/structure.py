@@ -55,12 +55,12 @@ class Structure:
         text_config_path: Dotted path from the root config to the config of the layers (``text_config``), empty for the
             root.
         text_type: The model type of that config.
-        head: Module that maps to the vocabulary; empty if there is none.
+        output_head: Module that maps to the vocabulary; empty if there is none.
         embedding: Module that maps from the vocabulary; empty if there is none.
         plan: Tensor-parallel plan of the model, pattern -> style, without entries that match nothing.
         stacks: Lists of layers in the order they run.
-        heads: Pattern of the plan -> candidates (number of heads, size of a head), whose product is the sharded dim of
-            an attention projection.
+        attention_heads: Pattern of the plan -> candidates (number of heads, size of a head), whose product is the
+            sharded dim of an attention projection.
         transposed: Modules whose weight is stored as [in, out].
         conversions: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
             tensors that are stored in another form.
@@ -72,11 +72,11 @@ class Structure:
 
     text_config_path: str = ""
     text_type: str = ""
-    head: str = ""
+    output_head: str = ""
     embedding: str = ""
     plan: Mapping[str, str] = field(default_factory=dict)
     stacks: tuple[StackRule, ...] = ()
-    heads: Mapping[str, Heads] = field(default_factory=dict)
+    attention_heads: Mapping[str, Heads] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     conversions: frozenset[LoadConversion] = frozenset()
     other_conversions: frozenset[LoadConversion] = frozenset()
@@ -89,7 +89,7 @@ class Structure:
         return dataclasses.replace(
             self,
             plan={**other.plan, **self.plan},
-            heads={**other.heads, **self.heads},
+            attention_heads={**other.attention_heads, **self.attention_heads},
             stacks=_merge_stacks(self.stacks, other.stacks),
             transposed=self.transposed | other.transposed,
             conversions=self.conversions | other.conversions,
@@ -107,7 +107,7 @@ class Structure:
     def expressions(self) -> set[str]:
         """Return all expressions of the structure."""
         found = {stack.length for stack in self.stacks}
-        found |= {each for pairs in self.heads.values() for pair in pairs for each in pair}
+        found |= {each for pairs in self.attention_heads.values() for pair in pairs for each in pair}
         for change in self.conversions | self.other_conversions:
             for op in change.ops:
                 found.update(split_op(op)[1])

@@ -35,11 +35,11 @@ def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], prefix: 
         )
     return dataclasses.replace(
         base,
-        head=additions.head,
+        output_head=additions.output_head,
         embedding=additions.embedding or base.embedding,
         plan={**additions.plan, **base.plan},
         stacks=(*stacks, *additions.stacks),
-        heads={**additions.heads, **base.heads},
+        attention_heads={**additions.attention_heads, **base.attention_heads},
         transposed=base.transposed | additions.transposed,
         conversions=base.conversions | additions.conversions,
         other_conversions=base.other_conversions | additions.other_conversions,
@@ -59,14 +59,14 @@ def _read_structure(values: Mapping[str, Any], prefix: str) -> Structure:
     return Structure(
         text_config_path=values.get("text", ""),
         text_type=values.get("text_type", ""),
-        head=values.get("head", ""),
+        output_head=values.get("head", ""),
         embedding=prefix + values["embedding"] if "embedding" in values else "",
         plan={prefix + pattern: style for pattern, style in values.get("plan", {}).items()},
         stacks=tuple(
             StackRule(prefix + each["path"], each["length"], names("before", each), names("after", each))
             for each in values.get("stacks", ())
         ),
-        heads={
+        attention_heads={
             prefix + pattern: tuple((count, size) for count, size in pairs)
             for pattern, pairs in values.get("heads", {}).items()
         },

@@ -84,6 +84,9 @@ def measure_flag(
     return TieFlag(tuple(relevant), "".join("1" if answer else "0" for answer in answers))
 
 
+ConfigTree = Sequence[tuple[tuple[str, ...], Any]]  # a config and its nested configs, with their attribute paths
+
+
 def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the config and the nested configs to `_MAX_DEPTH` levels, with their attribute paths, the root first."""
     yield path, config
@@ -95,7 +98,7 @@ def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
             yield from config_tree(nested, (*path, name))
 
 
-def find_config_path(config: Any, tree: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[str, ...]:
+def find_config_path(config: Any, tree: ConfigTree) -> tuple[str, ...]:
     """Return the path of a sub-model's config in the tree.
 
     If it is not there, return the path of the first config of its type, which `__init__` may have copied; else that of

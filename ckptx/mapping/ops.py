@@ -18,6 +18,7 @@ from ckptx.mapping.rewrite import KEEP_NAMES, concat, interleave, merge, permute
 from ckptx.wording import counted
 
 UNSUPPORTED_PREFIX = "unsupported:"
+RENUMBERING = "unsupported:Renumbering"  # layers whose numbers differ: not an operation of transformers
 _KINDS_THAT_KEEP_SHAPES = frozenset({"same", "interleave", "permute_rope"})
 _INVERSE = {"merge": "unmerge", "unmerge": "merge", "concat": "chunk"}  # of kinds with the same arguments
 
@@ -167,6 +168,11 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
             [permute_rope(entry, heads, is_inverse) for entry in column] if not indices or i in indices else column
             for i, column in enumerate(columns)
         ]
+    if op.kind == RENUMBERING:
+        raise UnsupportedError(
+            f'tensor "{columns[0][0].name}": the model numbers its layers otherwise, which ckptx does not support; '
+            + KEEP_NAMES
+        )
     name = op.kind.removeprefix(UNSUPPORTED_PREFIX)
     raise UnsupportedError(
         f'tensor "{columns[0][0].name}": the model stores it in another form, produced by {name} of transformers, '

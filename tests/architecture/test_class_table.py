@@ -84,7 +84,7 @@ def test_variants_of_the_config_add_names_and_change_nothing_else(class_name: st
     default = meta_model.derive_architecture(cls, meta_model.default_config_builder(cls), {}, known_from="table")
     assert default.name_patterns <= found.name_patterns and set(default.ignored) <= set(found.ignored)
     ours, theirs = found.structure, default.structure
-    assert theirs.plan.items() <= ours.plan.items() and theirs.heads.items() <= ours.heads.items()
+    assert theirs.plan.items() <= ours.plan.items() and theirs.attention_heads.items() <= ours.attention_heads.items()
     assert (
         theirs.conversions <= ours.conversions and theirs.other_conversions <= ours.conversions | ours.other_conversions
     )

@@ -316,14 +316,14 @@ def test_model_names_are_told_from_names_on_disk() -> None:
 STRUCTURE = Structure(
     text_config_path="text_config",
     text_type="llama",
-    head="lm_head",
+    output_head="lm_head",
     embedding="model.embed",
     plan={"model.layers.*.q": "colwise", "lm_head": "rowwise", "model.a": "colwise"},
     stacks=(
         StackRule("model.enc", "n", (), ("model.norm",)),
         StackRule("dec.layers", "m - 1", ("dec.e",), ("lm_head",)),
     ),
-    heads={"model.layers.*.q": (("h", "d ?? s // h"), ("k", "d")), "model.a": (("h", "d"),)},
+    attention_heads={"model.layers.*.q": (("h", "d ?? s // h"), ("k", "d")), "model.a": (("h", "d"),)},
     transposed=frozenset({"model.layers.*.q", "other"}),
     conversions=frozenset(
         {
@@ -361,7 +361,10 @@ def test_classes_around_one_body_share_a_line() -> None:
     whole = dataclasses.replace(STRUCTURE, stacks=(STRUCTURE.stacks[0],))
     writer.encode_structure(whole, "model.", lines, "Whole")
     writer.encode_structure(
-        dataclasses.replace(whole, head="score", plan={**whole.plan, "score": "colwise"}), "model.", lines, "Other"
+        dataclasses.replace(whole, output_head="score", plan={**whole.plan, "score": "colwise"}),
+        "model.",
+        lines,
+        "Other",
     )
     assert list(lines.values()) == ["Whole"]
 

@@ -1,7 +1,7 @@
 """Disk names of a meta model, and the conversions that loading applies to the tensors with these names.
 
-The facts come from transformers: every name passes through its own reverse conversion, in each naming scheme that it
-can load, and back through its loader. Imports transformers; see `meta_model`.
+The facts come from transformers: its reverse conversion gives the disk name of every model name, in each naming scheme
+that it can load, and its loader the model name again. Imports transformers; see `meta_model`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ckptx.architecture.namings import Rename, subsets
 from ckptx.architecture.patterns import patterns_of
 from ckptx.architecture.structure import LoadConversion, join_path
 from ckptx.mapping.names import pattern_of
-
-_RENUMBERING = "unsupported:Renumbering"
+from ckptx.mapping.ops import RENUMBERING
 
 
 class LoadTarget(NamedTuple):
@@ -46,11 +45,11 @@ class LoadTarget(NamedTuple):
 def functions_to_disk_names(model: PreTrainedModel) -> list[Rename]:
     """Return functions from a model name to a disk name: first that of ``save_pretrained``, last the identity."""
 
-    def to_disk_name(optional: tuple[Any, ...], name: str) -> str:
-        reverted = _revert_conversions(model, {name: torch.empty(0, device="meta")}, optional)
+    def to_disk_name(prefix_changes: tuple[int, ...], name: str) -> str:
+        reverted = _revert_conversions(model, {name: torch.empty(0, device="meta")}, prefix_changes)
         return next(iter(reverted)) if len(reverted) == 1 else name
 
-    return [functools.partial(to_disk_name, chosen) for chosen in _prefix_change_subsets(model)] + [str]
+    return [*(functools.partial(to_disk_name, each) for each in _prefix_change_subsets(model)), lambda name: name]
 
 
 def function_to_model_name(model: PreTrainedModel) -> Rename:
@@ -62,7 +61,7 @@ def function_to_model_name(model: PreTrainedModel) -> Rename:
 def disk_names_by_scheme(model: PreTrainedModel) -> list[list[str]]:
     """Return the disk names of the model, one list per naming scheme; the first is that of ``save_pretrained``."""
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
-    return [list(_revert_conversions(model, dict(state), optional)) for optional in _prefix_change_subsets(model)]
+    return [list(_revert_conversions(model, dict(state), each)) for each in _prefix_change_subsets(model)]
 
 
 def load_conversions(
@@ -77,26 +76,26 @@ def load_conversions(
     Returns:
         The conversions of the first naming scheme in `disk_names`, and the additional ones of the others.
     """
-    owned = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     load = _load_function(model)
-    saved, *others = (frozenset(_conversions_of_naming(names, owned, load)) for names in disk_names)
+    saved, *others = (frozenset(_conversions_of_naming(names, state, load)) for names in disk_names)
     return saved, frozenset[LoadConversion]().union(*others) - saved
 
 
 def _conversions_of_naming(
-    names: list[str], owned: Mapping[str, Any], load: Callable[[str], LoadTarget]
+    names: list[str], state: Mapping[str, Any], load: Callable[[str], LoadTarget]
 ) -> Iterator[LoadConversion]:
-    fused: dict[str, list[tuple[str, LoadTarget]]] = {}
+    converted: dict[str, list[tuple[str, LoadTarget]]] = {}
     for name in names:
         loaded = load(name)
-        if loaded.name not in owned:
+        if loaded.name not in state:
             continue
         if loaded.converter is not None:
-            fused.setdefault(loaded.name, []).append((name, loaded))
+            converted.setdefault(loaded.name, []).append((name, loaded))
         elif loaded.name != name:
             yield _rename_conversion(name, loaded.name)
-    for target, parts in fused.items():
-        yield from _fused_conversion(target, parts)
+    for target, parts in converted.items():
+        yield from _converter_conversion(target, parts)
 
 
 def _rename_conversion(source: str, target: str) -> LoadConversion:
@@ -105,12 +104,14 @@ def _rename_conversion(source: str, target: str) -> LoadConversion:
     return (
         LoadConversion((old,), (new,))
         if old
-        else LoadConversion((pattern_of(source),), (pattern_of(target),), (_RENUMBERING,))
+        else LoadConversion((pattern_of(source),), (pattern_of(target),), (RENUMBERING,))
     )
 
 
 def _align_patterns(source: str, target: str) -> tuple[str, str]:
-    """Return both names as patterns; an index that only one of them has stays a number. Empty if none fit.
+    """Return both names as patterns; an index that only one of them has stays a number.
+
+    Two empty strings if the name with fewer indices has one that the other lacks.
 
     Example:
         layers.7.mlp.0.weight, layers.7.fc1.weight -> layers.*.mlp.0.weight, layers.*.fc1.weight
@@ -127,7 +128,7 @@ def _align_patterns(source: str, target: str) -> tuple[str, str]:
     return (".".join(parts), pattern_of(target)) if index is None else ("", "")
 
 
-def _fused_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
+def _converter_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Iterator[LoadConversion]:
     """Yield the conversion of the tensors in `parts`: one converter makes `target`, and maybe more tensors, of them.
 
     Args:
@@ -137,16 +138,18 @@ def _fused_conversion(target: str, parts: list[tuple[str, LoadTarget]]) -> Itera
     converter = parts[0][1].converter
     assert converter is not None
     order = converter.source_patterns
+    # An operation that ckptx lacks may take a list.
     has_list = any(type(op).__name__ not in _NON_LIST_OPS for op in converter.operations)
-    by_source = {
-        pattern_of(name) if has_list else _align_patterns(name, target)[0] or pattern_of(name): order.index(
-            loaded.source
-        )
-        for name, loaded in parts
-    }
+
+    def source_pattern(name: str) -> str:
+        aligned = "" if has_list else _align_patterns(name, target)[0]
+        return aligned or pattern_of(name)
+
+    by_source = {source_pattern(name): order.index(loaded.source) for name, loaded in parts}
     sources = tuple(sorted(by_source, key=lambda name: by_source[name]))
     first, *others = converter.target_patterns
     targets = tuple(pattern_of(target.replace(first, each)) for each in (first, *others))
+    # The first operation gets the tensors of the source patterns, the others those that become the targets.
     ops = [
         _op_text(each, order if index == 0 else converter.target_patterns)
         for index, each in enumerate(converter.operations)
@@ -169,13 +172,13 @@ _OP_TEXTS: Mapping[str, Callable[[Any, list[str]], str]] = {
 
 
 def _op_text(op: Any, tensors: list[str]) -> str:
-    """Return an operation on tensors of these patterns as text; empty if it does not affect them."""
+    """Return an operation on tensors of these patterns as text, see `split_op`; empty if it does not affect them."""
     kind = type(op).__name__
     return _OP_TEXTS[kind](op, tensors) if kind in _OP_TEXTS else f"unsupported:{kind}"
 
 
 def _permutation_text(op: Any, tensors: list[str]) -> str:
-    """Return a RoPE permutation as text: direction, tensors that it permutes (none for all), number of heads."""
+    """Return a RoPE permutation as text, see `split_op`; empty if it does not affect tensors of these patterns."""
     parts: list[str] = []
     if op.permute_layer_names is not None:
         parts = [str(i) for i, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
@@ -198,10 +201,11 @@ def _prefix_change_subsets(model: PreTrainedModel) -> list[tuple[int, ...]]:
     return subsets([index for index, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
 
 
-def _revert_conversions(model: Any, tensors: dict[str, Any], optional: tuple[int, ...]) -> dict[str, Any]:
+def _revert_conversions(model: Any, tensors: dict[str, Any], prefix_changes: tuple[int, ...]) -> dict[str, Any]:
+    """Return tensors by disk name, with the prefix changes at these positions and all other conversions reverted."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     selected = [
-        each for index, each in enumerate(conversions) if index in optional or not isinstance(each, PrefixChange)
+        each for index, each in enumerate(conversions) if index in prefix_changes or not isinstance(each, PrefixChange)
     ]
     if not selected:
         return tensors
@@ -209,7 +213,7 @@ def _revert_conversions(model: Any, tensors: dict[str, Any], optional: tuple[int
     model._weight_conversions = selected
     try:
         reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    except Exception:  # an operation that cannot run on a single or empty tensor has no such naming
+    except Exception:  # an operation that cannot run on single or empty tensors: they keep their names
         return tensors
     finally:
         model._weight_conversions = previous
@@ -226,7 +230,7 @@ def _load_function(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
 
     def load(name: str) -> LoadTarget:
         renamed, source = rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
+        if renamed not in state and name in state:  # a model name, which a renaming of disk names changed by mistake
             renamed, source = rename_source_key(name, [], [], prefix, state)
         return LoadTarget(renamed, by_source[source], source) if source is not None else LoadTarget(renamed, None)
 

@@ -25,8 +25,9 @@ from ckptx.architecture.structure import (
     in_sub_config,
     join_path,
     matches_parameter,
+    split_op,
 )
-from ckptx.architecture.tie_flags import config_tree, find_config_path
+from ckptx.architecture.tie_flags import ConfigTree, config_tree, find_config_path
 from ckptx.mapping.names import pattern_of
 
 # Modules that run after the last layer: children of the module with the layers, and of the modules around it.
@@ -53,6 +54,7 @@ _COUNT_KEYS_BY_ROLE = {
     "decoder": ("decoder_layers", "num_decoder_layers", *_COUNT_KEYS),
 }
 
+# Expressions, see `ckptx.architecture.expressions`.
 _NUM_HEADS = "num_attention_heads"
 _NUM_KV_HEADS = "num_key_value_heads ?? num_attention_heads"
 _HEAD_DIM = "head_dim ?? hidden_size // num_attention_heads"
@@ -78,26 +80,27 @@ def read_structure(
 
     Args:
         model: Model on the meta device.
-        conversions: Conversions of its names, see `meta_model_names`.
+        conversions: Conversions of the names of `save_pretrained`, and the additional ones of other names that can be
+            loaded; see `meta_model_names.load_conversions`.
     """
     names = {pattern_of(name) for name in model.state_dict(keep_vars=True)}
     plan = {key: style for key, style in (model.tp_plan or {}).items() if matches_parameter(key, names)}
-    tree = list(config_tree(model.config))
-    text, text_config = _text_config(model, tree)
-    stacks = _read_stacks(model, tree)
-    heads = _head_candidates(model, plan, tree)
+    configs = list(config_tree(model.config))
+    text, text_config = _text_config(model, configs)
+    stacks = _read_stacks(model, configs)
+    attention_heads = _head_candidates(model, plan, configs)
     embedding = _call_or_none(model, "get_input_embeddings")
     structure = Structure(
         text_config_path=".".join(text),
         text_type=str(getattr(text_config, "model_type", "")),
-        head=_module_path(model, _call_or_none(model, "get_output_embeddings")) or "",
+        output_head=_module_path(model, _call_or_none(model, "get_output_embeddings")) or "",
         embedding=(_module_path(model, embedding) or "") if isinstance(embedding, nn.Embedding) else "",
         plan=plan,
         stacks=stacks,
-        heads=heads,
+        attention_heads=attention_heads,
         transposed=_transposed_modules(model),
-        conversions=frozenset(_with_sizes(model, change, tree) for change in conversions[0]),
-        other_conversions=frozenset(_with_sizes(model, change, tree) for change in conversions[1]),
+        conversions=frozenset(_with_sizes(model, change, configs) for change in conversions[0]),
+        other_conversions=frozenset(_with_sizes(model, change, configs) for change in conversions[1]),
     )
     keys = {key for each in structure.expressions() for key in keys_of(each)}
     keys |= {
@@ -111,28 +114,32 @@ def read_structure(
 # ----------------------------------------------------------------------------------------- layers
 
 
-def _read_stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule, ...]:
-    if corrections_of(str(model.config.model_type)).no_stacks or not _reads_text(model):
+def _read_stacks(model: PreTrainedModel, configs: ConfigTree) -> tuple[StackRule, ...]:
+    if corrections_of(str(model.config.model_type)).no_stacks or not _has_token_embedding_or_head(model):
         return ()
     encoder, decoder = _call_or_none(model, "get_encoder"), _call_or_none(model, "get_decoder")
-    is_pair = bool(getattr(model.config, "is_encoder_decoder", False)) and encoder not in (None, decoder, model)
+    is_encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False)) and encoder not in (
+        None,
+        decoder,
+        model,
+    )
     lists = _layer_lists(model)
-    if is_pair:
+    if is_encoder_decoder:
         encoder_path = _module_path(model, encoder)
-        inner_lists = [path for path in lists if encoder_path is not None and path.startswith(encoder_path + ".")]
+        encoder_lists = [path for path in lists if encoder_path is not None and path.startswith(encoder_path + ".")]
         decoder_path = _module_path(model, decoder)
-        rest = [path for path in lists if path not in inner_lists and _is_inside(path, decoder_path)]
-        paths = [_decoder_layer_list(model, inner_lists), _decoder_layer_list(model, rest)]
+        decoder_lists = [path for path in lists if path not in encoder_lists and _is_inside(path, decoder_path)]
+        paths = [_main_layer_list(model, encoder_lists), _main_layer_list(model, decoder_lists)]
     else:
         planned = [path for path in model.pp_plan or {} if path.endswith("layers") and path in lists]
         decoder_path = _module_path(model, decoder)
-        # a class whose head is named `decoder` returns the head
-        inner_lists = [path for path in lists if _is_inside(path, decoder_path)] or lists
-        paths = planned if len(planned) == 1 else [_decoder_layer_list(model, inner_lists)]
+        # `get_decoder` of a class whose output head is named `decoder` returns that head, which has no lists: take all.
+        decoder_lists = [path for path in lists if _is_inside(path, decoder_path)] or lists
+        paths = planned if len(planned) == 1 else [_main_layer_list(model, decoder_lists)]
     stacks = []
     for index, path in enumerate(paths):
-        role = "encoder" if is_pair and index == 0 else "decoder"
-        count = _count_expression(model, path, role, tree) if path else None
+        role = "encoder" if is_encoder_decoder and index == 0 else "decoder"
+        count = _count_expression(model, path, role, configs) if path else None
         if path is None or count is None:
             return ()
         others = [other for other in paths if other and other != path]
@@ -140,13 +147,13 @@ def _read_stacks(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[StackRule
     return tuple(stacks)
 
 
-def _reads_text(model: PreTrainedModel) -> bool:
+def _has_token_embedding_or_head(model: PreTrainedModel) -> bool:
     embedding = _call_or_none(model, "get_input_embeddings")
     return isinstance(embedding, nn.Embedding) or _call_or_none(model, "get_output_embeddings") is not None
 
 
 def _layer_lists(model: PreTrainedModel) -> list[str]:
-    """Return the paths of lists of modules with parameters that are not inside another list."""
+    """Return the paths of the outermost lists of modules that have parameters."""
     ends = [_module_path(model, _call_or_none(model, f"get_{end}_embeddings")) for end in ("input", "output")]
     found = []
     for path, module in model.named_modules():
@@ -157,8 +164,11 @@ def _layer_lists(model: PreTrainedModel) -> list[str]:
     return found
 
 
-def _decoder_layer_list(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
-    """Return the list of decoder layers: nearest to the input embedding, then to the root, then the largest."""
+def _main_layer_list(model: PreTrainedModel, paths: Sequence[str]) -> str | None:
+    """Return the list that holds the layers of an encoder or decoder; None if there is no list.
+
+    It is the one nearest to the input embedding, then to the root, then the largest.
+    """
     embedding = _module_path(model, _call_or_none(model, "get_input_embeddings")) or ""
 
     def rank(path: str) -> tuple[int, int, int]:
@@ -172,12 +182,12 @@ def _decoder_layer_list(model: PreTrainedModel, paths: Sequence[str]) -> str | N
     return min(paths, key=rank) if paths else None
 
 
-def _count_expression(model: PreTrainedModel, path: str, role: str, tree: Sequence[Any]) -> str | None:
+def _count_expression(model: PreTrainedModel, path: str, role: str, configs: ConfigTree) -> str | None:
     """Return the config key whose value is the length of the list, as an expression."""
     config = nearest_config(model, path)
     if config is None:
         return None
-    config_path = ".".join(find_config_path(config, tree))
+    config_path = ".".join(find_config_path(config, configs))
     length = len(model.get_submodule(path))
     keys = [key for key in _COUNT_KEYS_BY_ROLE[role] if read_key(config, key) == length]
     if not keys:
@@ -196,7 +206,11 @@ def _count_expression(model: PreTrainedModel, path: str, role: str, tree: Sequen
 
 
 def _stack_rule(model: PreTrainedModel, path: str, count: str, other_path: str, role: str) -> StackRule:
-    """Return the stack at `path`; modules shared with the `other_path` stack belong to neither, except heads."""
+    """Return the stack at `path`.
+
+    In a container of both stacks, no module belongs to the encoder, and only those that run after the layers, such as
+    the output head, belong to the decoder.
+    """
     parts = path.split(".")
     head = _module_path(model, _call_or_none(model, "get_output_embeddings")) or ""
     before: list[str] = []
@@ -239,9 +253,9 @@ def _transposed_modules(model: PreTrainedModel) -> frozenset[str]:
 # ------------------------------------------------------------------------------------------ heads
 
 
-def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequence[Any]) -> dict[str, Heads]:
+def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], configs: ConfigTree) -> dict[str, Heads]:
     """Return, for each pattern of the plan in an attention module, candidate factors of its sharded dim."""
-    dims: dict[str, tuple[set[int], str, Any]] = {}
+    facts: dict[str, tuple[set[int], str, Any]] = {}  # sizes of the sharded dim, config path, config
     for path, module in model.named_modules():
         class_name = type(module).__name__
         config = getattr(module, "config", None)
@@ -255,18 +269,18 @@ def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], tree: Sequ
             key = pattern if pattern in plan else pattern.rpartition(".")[0]
             dim = _SHARDED_DIMS.get(plan.get(key, ""))
             if dim is not None and value.ndim >= -dim and name.rpartition(".")[2] == "weight":
-                config_path = ".".join(find_config_path(config, tree))
-                dims.setdefault(key, (set(), config_path, config))[0].add(value.shape[dim])
-    return {key: found for key, facts in dims.items() if (found := _matching_candidates(*facts))}
+                config_path = ".".join(find_config_path(config, configs))
+                facts.setdefault(key, (set(), config_path, config))[0].add(value.shape[dim])
+    return {key: found for key, each in facts.items() if (found := _matching_candidates(*each))}
 
 
-def _matching_candidates(dims: set[int], config_path: str, config: Any) -> Heads:
+def _matching_candidates(sizes: set[int], config_path: str, config: Any) -> Heads:
     values = {key: read_key(config, key) for key in _CANDIDATE_KEYS}
     scope = Scope({key: value for key, value in values.items() if isinstance(value, int)})
     matching: list[tuple[str, str]] = []
     for count, size in _HEAD_CANDIDATES:
         numbers = try_evaluate(count, scope), try_evaluate(size, scope)
-        if None in numbers or numbers[0] * numbers[1] not in dims:  # type: ignore[operator]  # None is ruled out
+        if None in numbers or numbers[0] * numbers[1] not in sizes:  # type: ignore[operator]  # None is ruled out
             continue
         if (count, _HEAD_DIM) in matching and size == _DERIVED_HEAD_DIM:
             continue  # equal as long as head_dim is not set, and wrong once it is
@@ -274,20 +288,25 @@ def _matching_candidates(dims: set[int], config_path: str, config: Any) -> Heads
     return tuple((in_sub_config(count, config_path), in_sub_config(size, config_path)) for count, size in matching)
 
 
-def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, tree: Sequence[Any]) -> LoadConversion:
+def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, configs: ConfigTree) -> LoadConversion:
     """Add the sizes that the last operation of a conversion needs, as far as they can be read from the model.
 
     A split needs the sizes of the parts, as heads of attention. A transpose that is skipped if the tensor already has
     the shape of the model needs its size along the second dim.
     """
-    kind, *numbers = conversion.ops[-1].split(" ") if conversion.ops else ("",)
+    (kind, *numbers), _ = split_op(conversion.ops[-1]) if conversion.ops else ([""], [])
+    keys: tuple[str, ...] = ()
     if kind == "split":
-        dim, keys = int(numbers[0]), tuple[str, ...]()
-    elif kind == "transpose" and numbers[2] == "1":
-        dim, keys = int(numbers[1]), ("hidden_size", "moe_intermediate_size")
+        dim = int(numbers[0])
+    elif kind == "transpose":
+        _, second_dim, is_stored_either_way = map(int, numbers)
+        if not is_stored_either_way:
+            return conversion
+        # The dims of the weight of an expert, of which one of the two is the second dim.
+        dim, keys = second_dim, ("hidden_size", "moe_intermediate_size")
     else:
         return conversion
-    sizes = [_size_expression(model, target, dim, keys, tree) for target in conversion.targets]
+    sizes = [_size_expression(model, target, dim, keys, configs) for target in conversion.targets]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         return conversion
@@ -295,14 +314,14 @@ def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, tree: Sequen
 
 
 def _size_expression(
-    model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], tree: Sequence[Any]
+    model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], configs: ConfigTree
 ) -> str | None:
     """Return the size of a tensor along `dim` as one of `keys`, or as a number of heads times their size."""
     path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
     config = nearest_config(model, path)
     if config is None:
         return None
-    size, config_path = model.get_parameter(path).shape[dim], ".".join(find_config_path(config, tree))
+    size, config_path = model.get_parameter(path).shape[dim], ".".join(find_config_path(config, configs))
     for key in keys:
         if read_key(config, key) == size:
             return in_sub_config(key, config_path)
@@ -313,11 +332,11 @@ def _size_expression(
 # ---------------------------------------------------------------------------------------- modules
 
 
-def _text_config(model: PreTrainedModel, tree: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
+def _text_config(model: PreTrainedModel, configs: ConfigTree) -> tuple[tuple[str, ...], Any]:
     """Return the path and config of the language model: the nearest config around the decoder."""
     path = _module_path(model, _call_or_none(model, "get_decoder"))
     config = nearest_config(model, join_path(path, "x")) if path is not None else model.config
-    return (find_config_path(config, tree), config) if config is not None else ((), model.config)
+    return (find_config_path(config, configs), config) if config is not None else ((), model.config)
 
 
 def _call_or_none(model: Any, method: str) -> Any:
