@@ -221,7 +221,7 @@ def known_sections(model_type: str) -> dict[str, Mapping[str, Any]]:
     """Return the sections of the existing file of a model type; each is empty if there is no file."""
     path = model_files.model_file(model_type)
     known = json.loads(path.read_bytes()) if path.exists() else {}
-    return {name: known.get(name, {}) for name in model_files.SECTIONS}
+    return {name: known.get(name, {}) for name in model_files.FACT_SECTIONS}
 
 
 def write_if_changed(path: Path, text: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptx.architecture.architecture import TiePair
 from ckptx.architecture.class_decoding import ClassRecord
-from ckptx.architecture.model_files import SCHEMA, SECTIONS, Sections
+from ckptx.architecture.model_files import FACT_SECTIONS, SCHEMA, Sections
 from ckptx.architecture.shape_rules import ShapeRules
 from ckptx.architecture.shared_layers import SharedLayers
 from ckptx.architecture.structure import LoadConversion, StackRule, Structure
@@ -50,7 +50,7 @@ def encode_model(source: Mapping[str, Any], sections: Sections) -> str:
         source: The directories of transformers with the code of the model, and the digest of this code.
         sections: Section -> name -> entry.
     """
-    document = {"source": source, **{name: dict(sorted(sections[name].items())) for name in SECTIONS}}
+    document = {"source": source, **{name: dict(sorted(sections[name].items())) for name in FACT_SECTIONS}}
     return _format_json(document, 0, 0) + "\n"
 
 

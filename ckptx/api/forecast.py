@@ -136,7 +136,10 @@ def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> 
     log.step("building the model" + (" from its own code" if options.trust_remote_code else ""))
     forecasts = forecast_requests(requests, on_step=log.step)
     log.note(*gathered_notes(forecasts[0]))
-    others = [(request.task, ranks) for request, ranks in zip(requests[1:], forecasts[1:], strict=True)]
+    others = [
+        (request.task, max(each.peak for each in ranks))
+        for request, ranks in zip(requests[1:], forecasts[1:], strict=True)
+    ]
     return build_report(task, forecasts[0], options.gpu_bytes, others[0] if others else None)
 
 

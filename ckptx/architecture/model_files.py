@@ -5,10 +5,10 @@
                           "structures": {...}, "shapes": {...}, "shape_bodies": {...}}
 
 A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in
-`class_decoding` and `structure_decoding`, `shapes` and `shape_bodies` in `shape_decoding`; `tools/model_file_writer.py`
-writes them. `source` distinguishes the code that was introspected from other code of the same name. Only the file of
-the required class is opened. The index names the file: the class and model type of a checkpoint never become part of a
-path.
+`class_decoding` and `structure_decoding`, `shapes` and `shape_bodies` in `shape_decoding` (bodies hold what classes
+around the same base model share); `tools/model_file_writer.py` writes them. `source` distinguishes the code that was
+introspected from other code of the same name. Only the file of the required class is opened. The index names the file:
+the class and model type of a checkpoint never become part of a path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 SCHEMA = 4
 INDEX_FILE = Path(__file__).with_name("classes.json")
 MODELS_DIR = Path(__file__).with_name("models")
-SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
+FACT_SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
 
 Sections = Mapping[str, Mapping[str, Any]]
 

@@ -3,8 +3,8 @@
     this process      options.json  ->  each rank: `python -m ckptx.cli.rank`, stderr in a file
     rank 0            report.json   ->  this process
 
-A rank is a program, not a worker with a pipe, as under torchrun: its errors are in the report of rank 0, with the exit
-code of the command. The end of stderr is shown only for a rank that died before there was a report. Nothing here
+As under torchrun, a rank is a program and not a worker with a pipe: its errors are in the report of rank 0, with the
+exit code of the command. The end of stderr is shown only for a rank that died before there was a report. Nothing here
 imports torch: the process that starts the ranks only waits for them.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from ckptx.errors import EnvironmentProblem
 from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
 
-_GRACE_PERIOD = 20.0  # seconds for the other ranks to report after one has failed
+_GRACE_PERIOD = 20.0  # seconds for the other ranks to end after one has failed, rank 0 with a report
 _POLL_INTERVAL = 0.05  # seconds between two checks of the ranks
 _STDERR_TAIL_LENGTH = 2000  # characters of stderr in an error message
 
@@ -42,7 +42,7 @@ def launch(options_json: str, world_size: int, on_wait: Callable[[], None] = lam
         Report of rank 0, as `--report` writes it; `exit` and `error` are those of the command.
 
     Raises:
-        EnvironmentProblem: A rank ended without a report.
+        EnvironmentProblem: There is no report; the message has the stderr of the first rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="ckptx-run-") as directory:
         options_path, report_path = Path(directory, "options.json"), Path(directory, "report.json")
@@ -57,13 +57,14 @@ def launch(options_json: str, world_size: int, on_wait: Callable[[], None] = lam
             environment = os.environ | shared_variables | rank_variables(rank, world_size)
             with file.open("wb") as stderr:
                 processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr))
-        rank = _wait_for_ranks(processes, on_wait)
+        blamed_rank = _wait_for_ranks(processes, on_wait)
         if report_path.is_file():
             report: dict[str, Any] = json.loads(report_path.read_text(encoding="utf-8"))
             return report
-        stderr_tail = stderr_files[rank].read_text(errors="replace")[-_STDERR_TAIL_LENGTH:].strip()
+        stderr_tail = stderr_files[blamed_rank].read_text(errors="replace")[-_STDERR_TAIL_LENGTH:].strip()
         raise EnvironmentProblem(
-            f"rank {rank} of {world_size} ended with code {processes[rank].returncode} and without a report; "
+            f"rank {blamed_rank} of {world_size} ended with code {processes[blamed_rank].returncode} and without a "
+            f"report; "
             f"its stderr: {stderr_tail or 'empty'}"
         )
 

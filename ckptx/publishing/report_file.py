@@ -1,4 +1,7 @@
-"""Write reports and pages to a new file, or over an earlier report or page of ckptx."""
+"""Write reports and HTML pages to a new file, or over an earlier report or page of ckptx.
+
+Reports are JSON (`--report`) or JUnit XML; pages show layouts (`inspect --html`) or forecasts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from ckptx.untrusted.remote_name import refuse_remote
 
 GENERATOR = '<meta name="generator" content="ckptx">'
 _HEAD_NBYTES = 4096  # bytes at the beginning that identify a report or page
+# The first fields of `report.Report`, with the first word of every command in `options.commands`; "usage" is the
+# command of a report on a wrong call.
 _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
     rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'

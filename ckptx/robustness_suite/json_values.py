@@ -10,16 +10,15 @@ from typing import Any
 
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.robustness_suite.pickle_normalizer import Dictionary
-from ckptx.robustness_suite.pickle_reader import shorten
+from ckptx.robustness_suite.pickle_reader import digest_if_long
 from ckptx.robustness_suite.value_digests import ValueDigests
 from ckptx.untrusted.json_text import parse_json
-from ckptx.untrusted.limits import MAX_JSON_DEPTH
 
 
 def values_of_json(
     data: bytes, path: Path, noise_keys: re.Pattern[str], run_folder: Path | None = None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the values of a JSON file; a list is one value.
+    """Yield the values of a JSON file; a list or an empty object is one value.
 
     Args:
         data: Contents of the file.
@@ -39,10 +38,10 @@ def values_of_json(
     if run_folder is not None:
         text = text.replace(json.dumps(str(run_folder.absolute()))[1:-1], "{out}")
     tree = parse_json(text, path)
-    pending: list[tuple[str, Any, int]] = [("", tree, 0)]
+    pending: list[tuple[str, Any]] = [("", tree)]  # popped from the end
     while pending:
-        name, value, depth = pending.pop()
-        children = value.items() if isinstance(value, dict) and depth < MAX_JSON_DEPTH else ()
+        name, value = pending.pop()
+        children = value.items() if isinstance(value, dict) else ()
         if noise_keys.fullmatch(name.rpartition(".")[2]):
             continue
         if not children:
@@ -50,15 +49,13 @@ def values_of_json(
             continue
         unusual_keys = sorted(key for key in value if key == "" or "." in key)
         if unusual_keys:
-            yield name, value, f"object with the keys {shorten(repr(unusual_keys))}"
-        pending.extend(
-            (".".join(filter(None, (name, key))), item, depth + 1) for key, item in sorted(children, reverse=True)
-        )
+            yield name, value, f"object with the keys {digest_if_long(repr(unusual_keys))}"
+        pending.extend((".".join(filter(None, (name, key))), item) for key, item in sorted(children, reverse=True))
 
 
 def _value_text(value: Any, subject: str) -> str:
     if type(value) not in (list, dict):
-        return shorten(repr(value))
+        return digest_if_long(repr(value))
     kind = "list" if type(value) is list else "object"
     return f"{kind} {ValueDigests(subject, _JsonNormalizer().normalize, repr).hex_digest(value)}"
 

@@ -72,7 +72,7 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
             f"{recipe.name}: its ranks take {human_bytes(needed)} of tensors at the peak of a step, but only "
             f"{human_bytes(free)} are free on this machine; reduce data.sequence_length, or use a smaller model"
         )
-    return peak, max(sum(each.timeline.between_steps) for each in ranks)
+    return peak, max(sum(each.timeline.between_steps_by_kind) for each in ranks)
 
 
 def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) -> str:

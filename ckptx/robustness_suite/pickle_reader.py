@@ -359,7 +359,7 @@ def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:
         return False
 
 
-def shorten(text: str) -> str:
+def digest_if_long(text: str) -> str:
     """Return a string, or its digest if it is long."""
     return (
         text

@@ -223,7 +223,7 @@ def clear_sharding_caches() -> None:
     _find("torch.distributed.tensor.debug._clear_sharding_prop_cache")()
 
 
-def compute_intensive_operations() -> Iterable[Any]:
+def list_compute_intensive_operations() -> Iterable[Any]:
     """Return the operations that torch's own partitioner never recomputes, as packets."""
     operations = _find("torch._functorch.partitioners.get_default_op_list")()
     found: Iterable[Any] = _attribute(operations, "compute_intensive_ops")
@@ -231,7 +231,7 @@ def compute_intensive_operations() -> Iterable[Any]:
 
 
 def use_first_compiled_graph() -> None:
-    """Make dynamo try compiled graphs in the order in which they were compiled.
+    """Make dynamo try compiled graphs in the order in which they were compiled, for the rest of the process.
 
     By default the most recently used one is tried first. Once a second microbatch has compiled a graph with dynamic
     shapes, that graph would be used to recompute the first microbatch, whose saved results lack the sizes that it
@@ -321,7 +321,7 @@ def keep_sent_tensors() -> Iterator[None]:
         work = isend(tensor, *args, **kwargs)
         return None if work is None else _SendWork(work, tensor)
 
-    # P2POp and batch_isend_irecv compare operations with the function of its module, schedules with that of `dist`
+    # P2POp accepts only the `isend` of its own module, and schedules pass `dist.isend`: both must be the new one.
     module.isend = dist.isend = isend_and_keep
     try:
         yield

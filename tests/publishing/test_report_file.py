@@ -12,6 +12,7 @@ import pytest
 import ckptx
 from ckptx.cli.main import cli
 from ckptx.errors import OutputError
+from ckptx.options.commands import commands_by_name
 from ckptx.publishing import report_file
 from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.report import Report
@@ -163,3 +164,9 @@ def test_a_report_that_is_also_the_output_is_refused_before_the_work(hf: Path, t
         assert result.return_value == 5, result.output
         assert "is the report and DST;" in result.stderr
         assert {each.name for each in tmp_path.iterdir()} == {"there", "in"}
+
+
+@pytest.mark.parametrize("command", [*commands_by_name(), "usage"])
+def test_a_report_of_every_command_may_be_overwritten(command: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(Report(command=command, exit=0).to_json())
+    check_report_path(tmp_path / "report.json")

@@ -63,15 +63,15 @@ class _SegmentChange(NamedTuple):
         key: Position in the step.
         axis: Index of the repeat that the segment belongs to; None if its layer is always kept.
         segment: Segment as counted.
-        peak_bytes: Bytes of each kind at the peak of the segment, relative to its start.
-        end_bytes: Bytes of each kind at its end, relative to its start.
+        peak_by_kind: Bytes of each kind at the peak of the segment, relative to its start.
+        end_by_kind: Bytes of each kind at its end, relative to its start.
     """
 
     key: _SegmentKey
     axis: int | None
     segment: Segment
-    peak_bytes: BytesByKind
-    end_bytes: BytesByKind
+    peak_by_kind: BytesByKind
+    end_by_kind: BytesByKind
 
 
 @dataclass(slots=True)
@@ -172,11 +172,11 @@ def _iter_segment_changes(repeats: Sequence[RepeatedLayers], model: ShortModelFo
         key = segment.phase, segment.pass_index, path, index, not layer_key.stack
         yield _SegmentChange(
             _SegmentKey(*key, occurrences[key] if axis is None else 0), axis, segment,
-            _subtract(segment.peak_bytes, start), _subtract(segment.end_bytes, start),
+            _subtract(segment.peak_by_kind, start), _subtract(segment.end_by_kind, start),
         )  # fmt: skip
         if axis is None:
             occurrences[key] += 1
-        start = segment.end_bytes
+        start = segment.end_by_kind
 
 
 def _layer_number(layer: LayerKey, layer_numbers: Mapping[str, Sequence[int]]) -> int:
@@ -191,16 +191,16 @@ def _predict(
     predicted: list[tuple[Segment, _SegmentChange]] = []
     current_bytes = _ZERO_BYTES
 
-    def add(change: _SegmentChange, peak_bytes: BytesByKind, end_bytes: BytesByKind, layer_key: LayerKey) -> None:
+    def add(change: _SegmentChange, peak_by_kind: BytesByKind, end_by_kind: BytesByKind, layer_key: LayerKey) -> None:
         nonlocal current_bytes
         segment = replace(
             change.segment,
             layer=layer_key,
-            peak_bytes=_add(current_bytes, peak_bytes),
-            end_bytes=_add(current_bytes, end_bytes),
+            peak_by_kind=_add(current_bytes, peak_by_kind),
+            end_by_kind=_add(current_bytes, end_by_kind),
         )
         predicted.append((segment, change))
-        current_bytes = segment.end_bytes
+        current_bytes = segment.end_by_kind
 
     for position in range(len(base.segments) + 1):
         for axis, block in base.period_segments.get(position, ()):
@@ -210,14 +210,16 @@ def _predict(
                     period = extra_periods[axis] - 1 - number if change.key.phase == BACKWARD else number
                     layer = repeat.first + period * repeat.period + change.key.layer
                     layer_key = LayerKey() if change.key.is_outside else LayerKey(repeat.path, layer)
-                    add(change, change.peak_bytes, change.end_bytes, layer_key)
+                    add(change, change.peak_by_kind, change.end_by_kind, layer_key)
         if position < len(base.segments):
             change = base.segments[position]
             others = [aligned_segments[position] for aligned_segments in base.longer_segments]
-            peak_bytes = _extrapolate_bytes(change.peak_bytes, [each.peak_bytes for each in others], extra_periods)
-            end_bytes = _extrapolate_bytes(change.end_bytes, [each.end_bytes for each in others], extra_periods)
+            peak_by_kind = _extrapolate_bytes(
+                change.peak_by_kind, [each.peak_by_kind for each in others], extra_periods
+            )
+            end_by_kind = _extrapolate_bytes(change.end_by_kind, [each.end_by_kind for each in others], extra_periods)
             key = change.key
-            add(change, peak_bytes, end_bytes, LayerKey() if key.is_outside else LayerKey(key.path, key.layer))
+            add(change, peak_by_kind, end_by_kind, LayerKey() if key.is_outside else LayerKey(key.path, key.layer))
     return predicted
 
 
@@ -231,7 +233,7 @@ def _build_forecast(
     first, others = base.forecast, [each.forecast for each in longer_models]
     return replace(
         first,
-        timeline=make_timeline(segments, segments[-1].end_bytes),
+        timeline=make_timeline(segments, segments[-1].end_by_kind),
         work_by_pass={
             pass_key: _extrapolate_work(
                 first.work_by_pass.get(pass_key, Work()),
@@ -240,8 +242,8 @@ def _build_forecast(
             )
             for pass_key in dict.fromkeys(pass_key for each in (first, *others) for pass_key in each.work_by_pass)
         },
-        wrapped_layers=_extrapolate_number(
-            first.wrapped_layers, [each.wrapped_layers for each in others], extra_periods
+        checkpointed_layers=_extrapolate_number(
+            first.checkpointed_layers, [each.checkpointed_layers for each in others], extra_periods
         ),
     )
 
@@ -251,12 +253,12 @@ def _is_match(expected: RankForecast, actual: RankForecast) -> bool:
     one, other = expected.timeline.segments, actual.timeline.segments
     if [(each.phase, each.pass_index) for each in one] != [(each.phase, each.pass_index) for each in other]:
         return False
-    tolerance = _TOLERANCE * sum(actual.timeline.peak_segment.peak_bytes)
+    tolerance = _TOLERANCE * sum(actual.timeline.peak_segment.peak_by_kind)
     for left, right in zip(one, other, strict=True):
-        pairs = zip((*left.peak_bytes, *left.end_bytes), (*right.peak_bytes, *right.end_bytes), strict=True)
+        pairs = zip((*left.peak_by_kind, *left.end_by_kind), (*right.peak_by_kind, *right.end_by_kind), strict=True)
         if any(abs(a - b) > tolerance for a, b in pairs):
             return False
-    return expected.work_by_pass == actual.work_by_pass and expected.wrapped_layers == actual.wrapped_layers
+    return expected.work_by_pass == actual.work_by_pass and expected.checkpointed_layers == actual.checkpointed_layers
 
 
 def _with_peak_tensors(

@@ -22,7 +22,7 @@ def build_report(
     task: ForecastTask,
     ranks: Sequence[RankForecast],
     memory: int | None,
-    other: tuple[ForecastTask, Sequence[RankForecast]] | None = None,
+    other: tuple[ForecastTask, int] | None = None,
 ) -> ForecastReport:
     """Return the report of a forecast.
 
@@ -30,7 +30,7 @@ def build_report(
         task: Step that was forecast.
         ranks: Forecast of each pipeline rank.
         memory: Memory of a GPU in bytes; None for no check.
-        other: The same step in the other usual precision, and the forecasts of its largest ranks; None for none.
+        other: The same step in the precision of `with_other_precision`, and its peak in bytes; None for none.
     """
     dims, training = task.dims, task.recipe.training
     rows = [_rank_row(rank, memory) for rank in ranks]
@@ -56,9 +56,7 @@ def build_report(
         gpu_memory=memory,
         reserved=reserve_bytes(peak),
         fits=fits,
-        other_precision=(
-            None if other is None else _other_precision_row(other[0], max(each.peak for each in other[1]), memory)
-        ),
+        other_precision=None if other is None else _other_precision_row(*other, memory),
         flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
         recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
         assumptions=list_assumptions(
@@ -90,22 +88,22 @@ def _rank_row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     return {
         "stages": list(rank.stages),
         "peak": peak,
-        "between_steps": sum(timeline.between_steps),
-        "by_kind": dict(zip(KINDS, worst.peak_bytes, strict=True)),
-        "between_steps_by_kind": dict(zip(KINDS, timeline.between_steps, strict=True)),
+        "between_steps": sum(timeline.between_steps_by_kind),
+        "by_kind": dict(zip(KINDS, worst.peak_by_kind, strict=True)),
+        "between_steps_by_kind": dict(zip(KINDS, timeline.between_steps_by_kind, strict=True)),
         "peak_tensor": _storage_row(worst.peak_storage) if worst.peak_storage is not None else None,
         "largest_tensors": [_storage_row(each) for each in worst.largest_storages],
         "flops": work.flops,
         "recomputed_flops": work.recomputed_flops,
         "sent_bytes": dict(work.sent_bytes),
-        "checkpointed_layers": rank.wrapped_layers,
+        "checkpointed_layers": rank.checkpointed_layers,
         "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
         "timeline": [
             [
                 each.phase,
                 each.pass_index,
                 f"{each.layer.stack}.{each.layer.index}" if each.layer.stack else "",
-                *each.peak_bytes,
+                *each.peak_by_kind,
             ]
             for each in timeline.segments
         ],
@@ -135,7 +133,7 @@ def build_search_report(
     Args:
         space: Search that was run.
         result: Its result.
-        other: The step in the other usual precision, and its peak in bytes; None for none.
+        other: The step in the precision of `with_other_precision`, and its peak in bytes; None for none.
     """
     task, mesh_results = space.task, result.mesh_results
     best = [each.best for each in mesh_results if each.best is not None]
@@ -178,25 +176,26 @@ def build_search_report(
             if each.refusal_reason
         ],
         other_precision=None if other is None else _other_precision_row(*other, space.memory),
+        # A candidate is a layout with its microbatches and activation checkpointing, for which one step is forecast.
         evaluated_steps=sum(each.candidate_count for each in mesh_results),
         assumptions=assumptions,
     )
 
 
-def _candidate_row(each: Candidate) -> dict[str, Any]:
+def _candidate_row(candidate: Candidate) -> dict[str, Any]:
     return {
-        "layout": _mesh_row(each.task.dims),
-        "activation_checkpointing": each.task.recipe.layout.activation_checkpointing,
-        "microbatches": each.task.microbatches,
-        "sequences_per_microbatch": each.task.microbatch,
-        "peak": each.peak,
-        "between_steps": each.between_steps,
-        "reserved": reserve_bytes(each.peak),
-        "flops": each.flops,
-        "recomputed_flops": each.recomputed_flops,
-        "bubble_fraction": each.idle_fraction,
-        "sent_bytes": dict(each.sent_bytes),
-        "is_fully_evaluated": each.is_fully_evaluated,
+        "layout": _mesh_row(candidate.task.dims),
+        "activation_checkpointing": candidate.task.recipe.layout.activation_checkpointing,
+        "microbatches": candidate.task.microbatches,
+        "sequences_per_microbatch": candidate.task.microbatch,
+        "peak": candidate.peak,
+        "between_steps": candidate.between_steps,
+        "reserved": reserve_bytes(candidate.peak),
+        "flops": candidate.flops,
+        "recomputed_flops": candidate.recomputed_flops,
+        "bubble_fraction": candidate.bubble_fraction,
+        "sent_bytes": dict(candidate.sent_bytes),
+        "is_fully_evaluated": candidate.is_fully_evaluated,
     }
 
 

@@ -73,7 +73,7 @@ class RankForecast:
         stages: Numbers of its pipeline stages; (0,) without a pipeline.
         timeline: Memory over the step.
         work_by_pass: Work of each pass, by part of the step and number of the pass.
-        wrapped_layers: Number of layers that recompute activations.
+        checkpointed_layers: Number of layers that recompute activations.
         input_bytes: Bytes of the inputs of a microbatch.
         omitted_layers: Number of repeated layers that did not run.
         gathered_modules: Name patterns of the modules whose TP shards are gathered around their forward pass.
@@ -86,7 +86,7 @@ class RankForecast:
     stages: tuple[int, ...]
     timeline: MemoryTimeline
     work_by_pass: Mapping[tuple[str, int], Work]
-    wrapped_layers: int
+    checkpointed_layers: int
     input_bytes: int = 0
     omitted_layers: int = 0
     gathered_modules: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class RankForecast:
     @property
     def peak(self) -> int:
         """Peak bytes of the step."""
-        return sum(self.timeline.peak_segment.peak_bytes)
+        return sum(self.timeline.peak_segment.peak_by_kind)
 
     @property
     def work(self) -> Work:
@@ -156,7 +156,7 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
         stages=tuple(rank_model.stages),
         timeline=timeline,
         work_by_pass=work_counter.work_by_pass,
-        wrapped_layers=rank_model.checkpointed_layer_count,
+        checkpointed_layers=rank_model.checkpointed_layer_count,
         input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
         gathered_modules=() if layout is None else tuple(dict.fromkeys(map(pattern_of, layout.gathered_modules))),
         has_sharded_logits=layout is not None and bool(layout.sharded_head),

@@ -84,7 +84,7 @@ class Candidate:
     is_fully_evaluated: bool = False
 
     @property
-    def idle_fraction(self) -> float:
+    def bubble_fraction(self) -> float:
         """Fraction of a step in which pipeline ranks are idle."""
         layout = self.task.recipe.layout
         return find_schedule(layout.schedule).bubble_fraction(layout.pp, self.task.microbatches)
@@ -92,7 +92,7 @@ class Candidate:
     @property
     def sort_key(self) -> tuple[float, int, int]:
         """Sort key, best first: least overhead in time, least communication, least memory."""
-        useful = (1 - self.recomputed_flops / self.flops if self.flops else 1.0) * (1 - self.idle_fraction)
+        useful = (1 - self.recomputed_flops / self.flops if self.flops else 1.0) * (1 - self.bubble_fraction)
         return round(1 / useful, 3), sum(self.sent_bytes.values()), self.peak
 
     def fits(self, memory: int) -> bool:
@@ -401,7 +401,7 @@ def make_candidate(task: ForecastTask, ranks: Sequence[RankForecast], extra_micr
     return Candidate(
         task,
         max(each.peak + extra_microbatches * _bytes_per_microbatch(each, count) for each in ranks),
-        max(sum(each.timeline.between_steps) for each in ranks),
+        max(sum(each.timeline.between_steps_by_kind) for each in ranks),
         largest_work.flops,
         largest_work.recomputed_flops,
         Counter(largest_sender.sent_bytes),
@@ -413,6 +413,6 @@ def _bytes_per_microbatch(rank: RankForecast, count: int) -> int:
     """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers."""
     state_kinds = (PARAMETERS, OPTIMIZER, GRADIENTS)
     kept_bytes = sum(
-        size for kind, size in zip(KINDS, rank.timeline.between_steps, strict=True) if kind not in state_kinds
+        size for kind, size in zip(KINDS, rank.timeline.between_steps_by_kind, strict=True) if kind not in state_kinds
     )
     return rank.input_bytes + kept_bytes // count

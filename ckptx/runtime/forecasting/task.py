@@ -132,10 +132,10 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
 
 
 def with_other_precision(task: ForecastTask) -> ForecastTask:
-    """Return the same step in the other usual precision, for a step without mixed precision.
+    """Return the same step in mixed precision, for a step without it.
 
-    That is mixed precision as torchtitan trains by default: float32 parameters and optimizer state, which are gathered
-    in bfloat16 (or the low-precision dtype of the task), and gradients that are reduced in float32.
+    It is the mixed precision with which torchtitan trains by default: float32 parameters and optimizer state, which are
+    gathered in bfloat16 (or the low-precision dtype of the task), and gradients that are reduced in float32.
     """
     low = task.recipe.model.dtype if task.recipe.model.dtype != "float32" else "bfloat16"
     recipe = task.recipe

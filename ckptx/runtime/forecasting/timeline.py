@@ -41,8 +41,8 @@ class Segment:
         phase: forward, backward, clipping or optimizer.
         pass_index: Number of the forward or backward pass.
         layer: Layer that runs; `LayerKey()` outside layers.
-        peak_bytes: Bytes of each kind at the largest sum.
-        end_bytes: Bytes of each kind at the end.
+        peak_by_kind: Bytes of each kind at the largest sum.
+        end_by_kind: Bytes of each kind at the end.
         peak_storage: Storage whose allocation reached the largest sum; None if the sum never rose.
         largest_storages: Largest storages alive at that time, in descending order.
     """
@@ -50,8 +50,8 @@ class Segment:
     phase: str
     pass_index: int
     layer: LayerKey
-    peak_bytes: BytesByKind
-    end_bytes: BytesByKind
+    peak_by_kind: BytesByKind
+    end_by_kind: BytesByKind
     peak_storage: StorageLifetime | None
     largest_storages: tuple[StorageLifetime, ...] = ()
 
@@ -63,12 +63,12 @@ class MemoryTimeline:
     Attributes:
         segments: Segments in order.
         peak_segment: Segment with the peak.
-        between_steps: Bytes of each kind between this step and the next.
+        between_steps_by_kind: Bytes of each kind between this step and the next.
     """
 
     segments: tuple[Segment, ...]
     peak_segment: Segment
-    between_steps: BytesByKind
+    between_steps_by_kind: BytesByKind
 
 
 def classify_storage(lifetime: StorageLifetime) -> str:
@@ -121,7 +121,7 @@ def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[
         return keys_by_module[module]
 
     current_key: tuple[str, int, LayerKey] | None = None
-    peak_bytes: BytesByKind = ()
+    peak_by_kind: BytesByKind = ()
     peak_storage: StorageLifetime | None = None
     for number, (lifetime, is_alloc) in enumerate(events):
         kind = index[classify_storage(lifetime)]
@@ -131,19 +131,21 @@ def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[
             key = phase.name, phase.pass_index, key_of_module(phase.module)
             if key != current_key:
                 if current_key is not None:
-                    segments.append(Segment(*current_key, peak_bytes, tuple(current_bytes), peak_storage))
-                current_key, peak_bytes, peak_storage = key, tuple(current_bytes), None
+                    segments.append(Segment(*current_key, peak_by_kind, tuple(current_bytes), peak_storage))
+                current_key, peak_by_kind, peak_storage = key, tuple(current_bytes), None
         current_bytes[kind] += lifetime.nbytes if is_alloc else -lifetime.nbytes
-        if number >= begin and is_alloc and sum(current_bytes) > sum(peak_bytes):
-            peak_bytes, peak_storage = tuple(current_bytes), lifetime
+        if number >= begin and is_alloc and sum(current_bytes) > sum(peak_by_kind):
+            peak_by_kind, peak_storage = tuple(current_bytes), lifetime
     if current_key is not None:
-        segments.append(Segment(*current_key, peak_bytes, tuple(current_bytes), peak_storage))
+        segments.append(Segment(*current_key, peak_by_kind, tuple(current_bytes), peak_storage))
     return make_timeline(list(_with_largest_storages(segments, events)), tuple(current_bytes))
 
 
-def make_timeline(segments: Sequence[Segment], between_steps: BytesByKind) -> MemoryTimeline:
+def make_timeline(segments: Sequence[Segment], between_steps_by_kind: BytesByKind) -> MemoryTimeline:
     """Return the timeline of some segments."""
-    return MemoryTimeline(tuple(segments), max(segments, key=lambda each: sum(each.peak_bytes)), between_steps)
+    return MemoryTimeline(
+        tuple(segments), max(segments, key=lambda each: sum(each.peak_by_kind)), between_steps_by_kind
+    )
 
 
 def _with_largest_storages(segments: Iterable[Segment], events: Iterable[StorageEvent]) -> Iterator[Segment]:

@@ -22,7 +22,7 @@ _USABLE_FRACTION = 0.9  # fraction of free memory; the rest is for allocations t
 
 
 class MemoryLimits(NamedTuple):
-    """Memory limits of the reference in bytes, on top of the baseline of a process; None for no limit.
+    """Memory limits of the reference in bytes, on top of the baseline of a process.
 
     With one rank, a limit covers both models.
 
@@ -31,17 +31,17 @@ class MemoryLimits(NamedTuple):
         offloaded: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
     """
 
-    whole: int | None
-    offloaded: int | None
+    whole: int
+    offloaded: int
 
 
-def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: RankContext) -> MemoryLimits:
-    """Return the limits from --reference-memory, or from the free memory."""
+def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: RankContext) -> MemoryLimits | None:
+    """Return the limits from --reference-memory, or from the free memory; None if that is unknown."""
     if options.reference_bytes is not None:
         return MemoryLimits(options.reference_bytes, options.reference_bytes)
     free = read_free_bytes(rank_context.device)
     if free is None:
-        return MemoryLimits(None, None)
+        return None
     free = int(free * _USABLE_FRACTION)
     dims = options.dims
     if dims.world_size == 1:

@@ -1,6 +1,6 @@
 """The reference of `verify --run`: on one device, as a whole, or stage by stage if it is too large for that.
 
-Either way it runs unchanged, and again with its embeddings perturbed by one ULP: see `noise`.
+Either way it runs unchanged, and several times with its embeddings perturbed by one ULP: see `noise`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_reference(
     model, stacks = loader.build_with_stacks()
     advice = memory.advise_to_save_memory(facts, options)
     budget = MemoryBudget(model, stacks, batches, options.backward, rank_context.world_size == 1, advice)
-    if limits.whole is None or limits.offloaded is None or budget.whole_bytes <= limits.whole:
+    if limits is None or budget.whole_bytes <= limits.whole:
         return WholeReference(loader, batches, rank_context, options.backward)
     return OffloadedReference(
         loader,
@@ -179,6 +179,7 @@ class WholeReference(ReferenceModel):
 class OffloadedReference(ReferenceModel):
     """A reference that is loaded, run and released stage by stage; on a CPU it equals the whole one bit for bit.
 
+    Weights are read from the checkpoint each time; none are moved to another device.
     Other devices are not tested for repeatability: their results are compared within the noise.
     """
 
@@ -201,7 +202,7 @@ class OffloadedReference(ReferenceModel):
             backward: Also compute gradients.
         """
         self.partition: StagePartition | None = partition
-        self._passes = [ComputePass(), *map(ComputePass, range(noise.NUM_DRAWS))]
+        self._passes = [ComputePass(draw=None), *(ComputePass(draw=draw) for draw in range(noise.NUM_DRAWS))]
         self._backward, self._is_repeatable = backward, rank_context.device.type == "cpu"
         self._stage_opener = partial(_open_stage, loader, partition, rank_context.device)
         self._model = OffloadedModel(partition, batches, self._passes, self._stage_opener, rank_context.device)
@@ -238,14 +239,15 @@ class OffloadedReference(ReferenceModel):
 
         for number in reversed(range(self._model.partition.stages.count)):
             with self._model.backward(number, record):
-                pass
+                pass  # `record` has the gradients; the stage is not needed any more
             yield [ReferenceGradient(name, each, distances[name]) for name, each in plain_gradients.items()]
             plain_gradients.clear()
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
-        passes = [ComputePass(), ComputePass(0)]
+        passes = [ComputePass(draw=None), ComputePass(draw=0)]
         model = OffloadedModel(self._model.partition, [inputs], passes, self._stage_opener, self._device)
-        yield from ((outputs, perturbed_outputs) for outputs, perturbed_outputs in model.iter_module_outputs())
+        for outputs_by_pass in model.iter_module_outputs():
+            yield outputs_by_pass[0], outputs_by_pass[1]
 
 
 def _open_stage(

@@ -95,8 +95,8 @@ def deep(model: str, directory: Path, layers: int = 20) -> Path:
 def assert_same(few: RankForecast, every: RankForecast) -> None:
     """Each part of the step, in bytes of each kind; what is computed and sent; what is told of the peak."""
     one, other = few.timeline.segments, every.timeline.segments
-    assert [(each.phase, each.pass_index, each.layer, each.peak_bytes, each.end_bytes) for each in one] == [
-        (each.phase, each.pass_index, each.layer, each.peak_bytes, each.end_bytes) for each in other
+    assert [(each.phase, each.pass_index, each.layer, each.peak_by_kind, each.end_by_kind) for each in one] == [
+        (each.phase, each.pass_index, each.layer, each.peak_by_kind, each.end_by_kind) for each in other
     ]
     assert few.work_by_pass == every.work_by_pass
     told = ("omitted_layers", "timeline", "work_by_pass")
@@ -111,7 +111,7 @@ def assert_same(few: RankForecast, every: RankForecast) -> None:
     assert (worst.peak_storage.operation, worst.peak_storage.shape, worst.peak_storage.alloc_phase) == (
         expected.peak_storage.operation, expected.peak_storage.shape, expected.peak_storage.alloc_phase,
     )  # fmt: skip
-    assert few.timeline.between_steps == every.timeline.between_steps
+    assert few.timeline.between_steps_by_kind == every.timeline.between_steps_by_kind
 
 
 _CASES = [
@@ -176,7 +176,7 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
     repeat, (base, grown, third) = runs
     assert extrapolate([repeat], base, [grown], third) is not None
     segment = third.forecast.timeline.segments[7]
-    for key in ("peak_bytes", "end_bytes"):
+    for key in ("peak_by_kind", "end_by_kind"):
         other = tuple(size + (2**20 if number == 4 else 0) for number, size in enumerate(getattr(segment, key)))
         changed = list(third.forecast.timeline.segments)
         changed[7] = dataclasses.replace(segment, **{key: other})
@@ -185,7 +185,7 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
         assert extrapolate([repeat], base, [grown], spoiled) is None
 
 
-@pytest.mark.parametrize("what", ["work_by_pass", "wrapped_layers"])
+@pytest.mark.parametrize("what", ["work_by_pass", "checkpointed_layers"])
 def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModelForecast]]) -> None:
     repeat, (base, grown, third) = runs
     other: Any = {} if what == "work_by_pass" else 7

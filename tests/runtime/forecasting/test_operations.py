@@ -90,15 +90,15 @@ def test_stages_keep_what_they_exchange_until_the_step_ends(schedule: str, excha
     number = KINDS.index(PIPELINE_P2P)
     for rank in forecast_in_this_process(task):
         last = [each for each in rank.timeline.segments if each.phase == "backward"][-1]
-        assert last.peak_bytes[number] == pytest.approx(2 * exchanges * microbatches * payload, rel=1e-3)
+        assert last.peak_by_kind[number] == pytest.approx(2 * exchanges * microbatches * payload, rel=1e-3)
 
 
 def test_what_gets_no_gradient_has_no_state(tmp_path: Path) -> None:
     """A tower that rows of text do not reach: neither moments nor counts of steps, which the optimizer makes late."""
     model = forecast_in_this_process(task_of(write_config("qwen2.5-vl", tmp_path), "dp1", "none"))[0]
-    between = dict(zip(KINDS, model.timeline.between_steps, strict=True))
+    between = dict(zip(KINDS, model.timeline.between_steps_by_kind, strict=True))
     text = forecast_in_this_process(task_of(write_config("llama", tmp_path), "dp1", "none"))[0]
-    state = dict(zip(KINDS, text.timeline.between_steps, strict=True))
+    state = dict(zip(KINDS, text.timeline.between_steps_by_kind, strict=True))
     tower = between[PARAMETERS] - state[PARAMETERS]
     assert tower > 0
     assert between[OPTIMIZER] == pytest.approx(state[OPTIMIZER], rel=1e-3)  # biases of its attention
@@ -180,8 +180,8 @@ def facts(ranks: list[RankForecast]) -> list[Any]:
     """Return what a forecast says of each rank, in numbers."""
     return [
         (
-            [(each.phase, each.pass_index, each.peak_bytes, each.end_bytes) for each in rank.timeline.segments],
-            rank.timeline.between_steps,
+            [(each.phase, each.pass_index, each.peak_by_kind, each.end_by_kind) for each in rank.timeline.segments],
+            rank.timeline.between_steps_by_kind,
             rank.work_by_pass,
         )
         for rank in ranks

@@ -151,7 +151,7 @@ def test_the_first_is_what_wastes_least(source: Path) -> None:
     again = Candidate(plain, 1 * GIB, 1, 130, 30, {"all-gather": 1})
     chatty = Candidate(plain, 1 * GIB, 1, 100, 0, {"all-gather": 11})
     waiting = Candidate(piped, 1 * GIB, 1, 100, 0, {"send": 1})
-    assert waiting.idle_fraction == pytest.approx(7 / 15)
+    assert waiting.bubble_fraction == pytest.approx(7 / 15)
     assert sorted([waiting, again, chatty, kept], key=lambda each: each.sort_key) == [kept, chatty, again, waiting]
 
 

@@ -35,13 +35,13 @@ _CLOSE_MIXED = 0.03
 
 def peak_of(forecast: RankForecast) -> int:
     """The most bytes of a forecast."""
-    return sum(forecast.timeline.peak_segment.peak_bytes)
+    return sum(forecast.timeline.peak_segment.peak_by_kind)
 
 
 def hold(forecast: RankForecast, measured: MeasuredMemory, close: float = _CLOSE) -> None:
     """A forecast and what was measured say the same of the peak, and of what lives between steps."""
     assert peak_of(forecast) == pytest.approx(measured.peak, rel=close)
-    assert sum(forecast.timeline.between_steps) == pytest.approx(measured.before, rel=close)
+    assert sum(forecast.timeline.between_steps_by_kind) == pytest.approx(measured.before, rel=close)
 
 
 @pytest.fixture(scope="module")

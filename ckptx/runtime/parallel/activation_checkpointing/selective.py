@@ -21,7 +21,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckptx.runtime.torch_private import TorchDispatchMode, compute_intensive_operations, get_schema, tree_map_only
+from ckptx.runtime.torch_private import TorchDispatchMode, get_schema, list_compute_intensive_operations, tree_map_only
 
 _logger = logging.getLogger(__name__)
 _TRACE_VARIABLE = "CKPTX_SELECTIVE_AC_TRACE"
@@ -234,7 +234,7 @@ def _is_copy_to_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _compute_intensive_overloads() -> Iterator[Any]:
     """Yield every overload of the operations that torch's own partitioner never recomputes."""
-    for packet in compute_intensive_operations():
+    for packet in list_compute_intensive_operations():
         yield from _overloads(packet)
 
 

@@ -32,15 +32,14 @@ def causal_lm_loss(
 
     Args:
         logits: [B, S, V]; a DTensor sharded along its last dim, or whole.
-        labels: [B, S]; the label of a position is its token, which is compared with the logits of the previous
-            position.
+        labels: [B, S], not shifted, as in transformers: the label of a position is its token.
         vocab_size: Ignored; accepted so that `model.loss_function` can be this function.
         num_items_in_batch: Divisor of the summed loss; None means the number of labels that count.
         ignore_index: Label that does not count.
         shift_labels: Labels that are already shifted, used instead of `labels`; None shifts `labels`.
 
     Raises:
-        UsageError: The logits are a DTensor that is sharded along another dim.
+        UsageError: The logits are a DTensor that is not sharded along its last dim.
     """
     if shift_labels is None:
         shift_labels = functions.pad(labels, (0, 1), value=ignore_index)[..., 1:]
