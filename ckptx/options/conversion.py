@@ -55,8 +55,8 @@ FILES = Option(
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC_HELP = (
-    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, or "
-    "sharded safetensors with the shards of one rank in each file): a directory, file, index or Hub id."
+    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, "
+    "or sharded safetensors with the shards of one rank in each file): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."
 

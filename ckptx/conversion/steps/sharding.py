@@ -195,10 +195,10 @@ def _sharding_notes(sharded_model: ShardedModel, architecture: Architecture | No
         )
     elif sharded_model.unaligned:
         notes.append(
-            f"not aligned: --tp {sharding.dims.tp} splits heads, groups or fused parts of "
-            f"{counted(len(sharding.unaligned), 'tensor')} ({first_of(sharding.unaligned)}); the checkpoint is valid, "
-            "but TP kernels cannot use these shards; choose another --tp, or pass rules for these tensors with "
-            "--tp-plan"
+            f"not aligned: --tp {sharded_model.dims.tp} splits heads, groups or fused parts of "
+            f"{counted(len(sharded_model.unaligned), 'tensor')} ({first_of(sharded_model.unaligned)}); the checkpoint "
+            "is valid, but TP kernels cannot use these shards; choose another --tp, or pass rules for these tensors "
+            "with --tp-plan"
         )
     if sharded_model.unknown_tensors and sharded_model.dims.world_size > 1:
         notes.append(

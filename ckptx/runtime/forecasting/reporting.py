@@ -143,7 +143,7 @@ def build_search_report(
         task,
         tp_sizes.pop() if len(tp_sizes) == 1 else None,
         missing,
-        False,
+        is_extrapolated=False,
         keeps_gathered=any(_keeps_gathered(each.dims) for each in mesh_results if not each.refusal_reason),
     )
     assumptions.append(
