@@ -289,6 +289,10 @@ def list_assumptions(
         assumptions.append(
             "with PP, FSDP2 keeps gathered parameters between forward and backward passes (reshard_after_forward=False)"
         )
+    if tp is not None and task.microbatches > 1 and task.dims.dp_shard > 1:
+        assumptions.append(
+            "FSDP2 reduces gradients after the last microbatch; until then they are not sharded over the FSDP ranks"
+        )
     if is_extrapolated:
         assumptions.append("repeated layers were extrapolated from three small models that agree")
     if missing and not task.images:

@@ -61,6 +61,15 @@ def test_assumptions_name_tp_only_with_tp(source: Path, tp: int | None, is_named
     assert "computed in float32" in text and "foreach=False" in text
 
 
+@pytest.mark.parametrize(("dp_shard", "microbatches", "is_named"), [(1, 2, False), (2, 1, False), (2, 2, True)])
+def test_assumptions_name_unreduced_gradients_only_where_they_exist(
+    source: Path, dp_shard: int, microbatches: int, is_named: bool
+) -> None:
+    options = ForecastOptions(source, batch=4, seq=64, microbatches=microbatches, dp_shard=dp_shard)
+    text = "\n".join(list_assumptions(task_from_options(source, options, 1), 1, (), False))
+    assert ("after the last microbatch" in text) is is_named
+
+
 # ------------------------------------------------------------------------------------------------- what is looked at
 
 
