@@ -69,8 +69,9 @@ class ConversionOptions(
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, quantization "
-            "scales, and tensors that the model class in transformers, or a --base with several dtypes, keeps in fp32.",
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, and tensors "
+            "that the model class in transformers, or a --base that you pass and that has several dtypes, keeps in "
+            "fp32.",
             OUTPUT_CHECKPOINT,
             spellings=DTYPE_SPELLINGS,
         ),
@@ -108,7 +109,7 @@ class ConversionOptions(
             "only. Required for a training checkpoint without config.json.",
             SOURCE,
             metavar="PATH|none",
-            default="SRC",
+            default="config and tokenizer of SRC, if any",
             keywords=("none",),
         ),
     ] = None
