@@ -103,10 +103,10 @@ def test_the_model_is_selected_by_a_prefix_as_in_a_dcp(hf: Path, tmp_path: Path)
     assert ckptx.inspect(source, source_prefix="model.").prefix == "model."
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "sharded safetensors"])
+@pytest.mark.parametrize("kind", ["HF safetensors", "sharded safetensors"])
 def test_options_of_training_checkpoints_are_refused_for_other_formats(hf: Path, tmp_path: Path, kind: str) -> None:
     source = hf
-    if kind != "huggingface":
+    if kind != "HF safetensors":
         source = tmp_path / "sharded"
         ckptx.reshard(hf, source, tp=2)
     expected = "(a DCP, per-rank FSDP files or a file of torch.save)"

@@ -161,10 +161,10 @@ def assert_equal(document: dict[str, Any], text: str, dims: ParallelDims, *, wra
         "forward": [document["max_abs_tolerance"]],
         "gradients": [row["tolerance"] for row in document["gradient_differences"]],
     }
-    groups: dict[str, list[str]] = {"equal": [], "within tolerance": [], "INCONCLUSIVE": []}
+    groups: dict[str, list[str]] = {"EQUAL": [], "within tolerance": [], "INCONCLUSIVE": []}
     for level, text_of_level in texts.items():
         is_measured = any(map(float, tolerances.get(level, ())))
-        title = "INCONCLUSIVE" if level in inconclusive_levels else "within tolerance" if is_measured else "equal"
+        title = "INCONCLUSIVE" if level in inconclusive_levels else "within tolerance" if is_measured else "EQUAL"
         groups[title].append(text_of_level)
     if inconclusive_levels:
         assert document["compute_dtype"] == "bfloat16"  # in float32, every tolerance could fail
