@@ -15,7 +15,7 @@ from ckptx.report.documents.robustness import RobustnessReport
 from ckptx.report.number_formats import peak_memory_text
 from ckptx.report.page import render_page
 from ckptx.report.plots import NoiseBand, Plot, RunCurve, plot_differences, plot_losses
-from ckptx.report.report import Report, counted, human_bytes
+from ckptx.report.report import Report, human_bytes
 from ckptx.report.robustness_phrases import (
     CHECK_MEANINGS,
     cause_text,
@@ -330,7 +330,8 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
     noise = noise_text(report, "loss")
     band = NoiseBand(measured_noise(report, "loss"), *_strictest_loss_tolerance(report))
     differences = list(_difference_curves(report, rows, runs))
-    num_omitted = sum(bool(row["steps"]) for row in report.losses[1:]) - len(runs) + 1
+    drawn = {row["run"] for row in rows}
+    omitted = [str(row["run"]) for row in report.losses[1:] if row["steps"] and row["run"] not in drawn]
     return LossPlots(
         lead=f"Noise measured in this run: {noise}." if noise else "Noise was not measured.",
         runs=runs,
@@ -339,7 +340,7 @@ def _loss_plots(report: RobustnessReport) -> LossPlots | None:
         differences_lead=_differences_lead(differences),
         differences_plot=plot_differences(differences, band),
         band=band,
-        note=f"{counted(num_omitted, 'more run')} in the --json report." if num_omitted > 0 else "",
+        note=f"Not drawn: {', '.join(first_items(omitted))}; the --json report has all runs." if omitted else "",
     )
 
 

@@ -47,6 +47,7 @@ from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunResult, ma
 from ckptx.robustness_suite.session import PERTURBED_RUNS, Session, losses_of_steps
 from ckptx.robustness_suite.stored_items import read_items
 from ckptx.runtime.training.checkpoints import LATEST
+from ckptx.runtime.training.dropout_config import has_dropout
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
@@ -113,7 +114,9 @@ def check_replicas(session: Session) -> Findings:
         )
         noise = None if session.is_exact else session.max_noise("logits")
         findings.verdicts.append(_logits_verdict(session, session.reference_logits, logits, noise))
-    return _merge_verdicts(findings)
+    merged = _merge_verdicts(findings)
+    has_replicas = any(each.oracle == "replicas" and each.ok is not None for each in merged.verdicts)
+    return merged if has_replicas else replace(merged, title="a loaded checkpoint gives the same logits")
 
 
 def check_load_and_save(session: Session) -> Findings:
@@ -171,6 +174,12 @@ def check_other_layouts(session: Session) -> Findings:
     recipe_without_dropout = structs.replace(
         session.recipe, training=structs.replace(session.recipe.training, dropout=0.0)
     )
+    if _trains_with_dropout(session):
+        findings.title = "resharded for another mesh, state is equal and training without dropout matches"
+        findings.notes.append(
+            "these runs, and the run without-dropout that they are compared with, have no dropout, because its masks "
+            "depend on the mesh"
+        )
     checkpoint = session.uninterrupted_checkpoint(step)
     base_result: RunResult | None = None
     for number, layout in enumerate(layouts, 1):
@@ -188,6 +197,11 @@ def check_other_layouts(session: Session) -> Findings:
                 base_result = session.train("without-dropout", request, compared_with=None)
             findings.verdicts += _check_layout(session, layout, number, base_result, recipe_without_dropout)
     return _merge_verdicts(findings)
+
+
+def _trains_with_dropout(session: Session) -> bool:
+    dropout = session.recipe.training.dropout
+    return has_dropout(read_json(session.source / "config.json")) if dropout is None else dropout > 0
 
 
 def _check_layout(

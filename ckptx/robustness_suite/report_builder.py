@@ -32,12 +32,14 @@ class Findings:
         notes: Notes for the user.
         skip_reason: Reason why the phase did not run; None if it ran.
         has_failed: True if a run of the phase failed, whatever the oracles say.
+        title: Property that the phase tested, if it depends on the recipe; None for the title of the phase.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     skip_reason: str | None = None
     has_failed: bool = False
+    title: str | None = None
 
     @property
     def ok(self) -> bool | None:
@@ -71,7 +73,7 @@ def phase_row(
 
     Args:
         name: Name of the phase.
-        title: Property that the phase tests.
+        title: Property that the phase tests, unless `findings` has another.
         findings: Findings of the phase.
         seconds: Wall-clock time in seconds.
         number: Number of the phase, for `--phases`; None for a phase of a custom trainer.
@@ -82,7 +84,7 @@ def phase_row(
     row = {
         "name": name,
         **({} if number is None else {"number": number}),
-        "title": title,
+        "title": findings.title or title,
         "ok": findings.ok,
         "seconds": seconds,
         "checks": [each.row() for each in findings.verdicts],

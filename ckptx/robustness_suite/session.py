@@ -290,8 +290,10 @@ class Session:
 
 
 def _run_note(layouts: Sequence[str], note: str) -> str:
-    """Return a note with the meshes of its runs: `runs on tp 2; one rank: ...`."""
-    return f"{'run' if len(layouts) == 1 else 'runs'} on {'; '.join(layouts)}: {note}"
+    """Return a note with the meshes of its runs: `run on tp 2: ...`, or `runs on 2 meshes (tp 2, one rank): ...`."""
+    if len(layouts) == 1:
+        return f"run on {layouts[0]}: {note}"
+    return f"runs on {len(layouts)} meshes ({', '.join(layouts)}): {note}"
 
 
 def _max_differences(reference: RunResult, actual: RunResult) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptx.errors import UnsupportedError
 from ckptx.report.report import Log
+from ckptx.robustness_suite import phases
 from ckptx.robustness_suite.oracles import Verdict
 from ckptx.robustness_suite.phases import _compare_state, _compare_tensors, check_other_layouts
 from ckptx.robustness_suite.ranks import Ranks
@@ -137,7 +139,8 @@ def test_a_note_of_a_run_gives_its_mesh(
         request = session.make_request(layout=session.recipe.checks.layouts[0])
         session.train("layout-2", session.make_request())
         session.train("layout-3", request)
-    assert list(session.log.notes) == [f"runs on {mesh}; {session.layout_text(session.recipe.layout)}: {note}"]
+    meshes = f"{mesh}, {session.layout_text(session.recipe.layout)}"
+    assert list(session.log.notes) == [f"runs on 2 meshes ({meshes}): {note}"]
 
 
 def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +153,29 @@ def test_a_mesh_that_the_model_cannot_have_is_named_by_its_key(tmp_path: Path, m
         monkeypatch.setattr(Session, "train", refuse)
         with pytest.raises(UnsupportedError, match=r"^checks.layouts\[0\]: LlamaForCausalLM: tp=4 does not"):
             check_other_layouts(session)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "config", "expected"),
+    [
+        ("0.1", {}, True),
+        ("0", {"attention_dropout": 0.1}, False),
+        ("null", {"attention_dropout": 0.1}, True),
+        ("null", {"text_config": {"resid_pdrop": 0.2}}, True),
+        ("null", {"attention_dropout": 0.0, "dropout_name": "none", "classifier_dropout": 0.1}, False),
+    ],
+)
+def test_other_layouts_tell_that_they_train_without_dropout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropout: str, config: dict[str, Any], expected: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks(device="cpu"))
+        recipe = read_recipe("llama_tiny", ["checks.layouts=[{tp: 2}]", f"training.dropout={dropout}"])
+        session = Session(recipe=recipe, source=tmp_path, out=tmp_path, ranks=ranks, is_exact=True, log=Log())
+        monkeypatch.setattr(Session, "uninterrupted_checkpoint", lambda *args: tmp_path)
+        monkeypatch.setattr(Session, "train", lambda *args, **others: None)
+        monkeypatch.setattr(phases, "_check_layout", lambda *args: [])
+        found = check_other_layouts(session)
+    assert ("without dropout" in (found.title or "")) is expected
+    assert any("have no dropout" in note for note in found.notes) is expected

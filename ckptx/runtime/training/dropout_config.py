@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ckptx.errors import UsageError
@@ -19,14 +20,21 @@ def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
 
     def visit(nested_config: Any, path: tuple[str, ...]) -> None:
         for key, value in vars(nested_config).items():
-            is_number = isinstance(value, float | int) and not isinstance(value, bool)
-            if is_number and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS):
+            if _is_dropout(key, value):
                 keys.append((path, key))
             elif hasattr(value, "attribute_map"):
                 visit(value, (*path, key))
 
     visit(config, ())
     return keys
+
+
+def has_dropout(config: Mapping[str, Any]) -> bool:
+    """Return True if a config.json sets a dropout probability above zero, in nested configs too."""
+    return any(
+        has_dropout(value) if isinstance(value, Mapping) else _is_dropout(key, value) and value > 0
+        for key, value in config.items()
+    )
 
 
 def set_dropout(config: Any, probability: float) -> None:
@@ -43,3 +51,8 @@ def set_dropout(config: Any, probability: float) -> None:
         for name in path:
             nested_config = getattr(nested_config, name)
         setattr(nested_config, key, probability)
+
+
+def _is_dropout(key: str, value: Any) -> bool:
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    return is_number and key.endswith(_DROPOUT_ENDINGS) and not any(word in key for word in _EXCLUDED_WORDS)

@@ -251,9 +251,10 @@ class Trainer:
             load_training_state(path, {"rng": PerRank(self.random_state)}, mesh=mesh)
         except UnsupportedError:
             seed(_derive_seed(self.recipe.training.seed, self.completed_steps), mesh)
+            dropout = "; dropout is 0" if self.recipe.training.dropout == 0 else ""
             self.notes.append(
                 "the checkpoint was saved with another number of data-parallel ranks or stages, so its RNG state is "
-                "not restored; random numbers are seeded from the seed, the step and the data-parallel rank"
+                f"not restored; random numbers are seeded from the seed, the step and the data-parallel rank{dropout}"
             )
         self._run_callback("resumed")
 
