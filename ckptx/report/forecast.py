@@ -11,6 +11,7 @@ from ckptx.report.forecast_phrases import (
     batch_text,
     communication_text,
     flops_text,
+    kind_text,
     mesh_text,
     origin_text,
     other_precision_text,
@@ -70,10 +71,10 @@ def _stage_lines(report: ForecastReport, row: Mapping[str, Any], red: Callable[[
     for kind in report.memory_kinds:
         sizes = row["by_kind"][kind], row["between_steps_by_kind"][kind]
         if any(sizes) or kind in present:
-            yield f"  {kind:<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"
+            yield f"  {kind_text(kind):<12} {human_bytes(sizes[0]):>13}  {human_bytes(sizes[1]):>13}"
     yield "  largest tensors at the peak"
     counts = Counter(
-        f"    {human_bytes(each['bytes']):>11}  {each['kind']:<12} {tensor_text(each)} {origin_text(each)}"
+        f"    {human_bytes(each['bytes']):>11}  {kind_text(each['kind']):<12} {tensor_text(each)} {origin_text(each)}"
         for each in row["largest_tensors"]
     )
     yield from (line if count == 1 else f"{line} ({count} of this size)" for line, count in counts.items())

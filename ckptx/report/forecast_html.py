@@ -18,6 +18,7 @@ from ckptx.report.forecast_phrases import (
     communication_text,
     flops_text,
     highest_peak_entry,
+    kind_text,
     mesh_text,
     other_precision_text,
     pass_text,
@@ -189,14 +190,14 @@ def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale)
         facts="; ".join(facts),
         plot=_memory_plot(report, row, scale),
         kinds=[
-            MemoryKind(kind, _COLOR_BY_KIND[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
+            MemoryKind(kind_text(kind), _COLOR_BY_KIND[kind], row["by_kind"][kind], row["between_steps_by_kind"][kind])
             for kind in reversed(_COLOR_BY_KIND)
             if kind in present
         ],
         largest_tensors=[
             LargeTensor(
                 each["bytes"],
-                str(each["kind"]),
+                kind_text(str(each["kind"])),
                 tensor_text(each),
                 str(each["op"]),
                 place_text(each),
@@ -206,13 +207,19 @@ def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale)
     )
 
 
-def _slot_places(slots: Sequence[Slot]) -> Iterator[str]:
-    """Yield where each slot is in its pass: `, layers.0` or `, before the layers`; empty in a pass without layers.
+def _slot_places(slots: Sequence[Slot], has_first_stage: bool, has_last_stage: bool) -> Iterator[str]:
+    """Yield where each slot is in its pass: `, layers.0` or `, before the layers (embedding)`.
 
-    In a forward pass, the embedding runs before the layers, and the final norm, head and loss after them; in a backward
-    pass, it is the reverse.
+    It is empty in a pass without layers. In a forward pass, the embedding runs before the layers, and the final norm,
+    head and loss after them; in a backward pass, it is the reverse.
+
+    Args:
+        slots: Slots of a rank.
+        has_first_stage: True if the passes of the rank are those of the first stage, which has the embedding.
+        has_last_stage: True if the passes of the rank are those of the last stage, which has the head and the loss.
     """
-    for _, group in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
+    embedding, head = " (embedding)" if has_first_stage else "", " (head, loss)" if has_last_stage else ""
+    for (phase, _), group in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
         slots_of_pass = list(group)
         indices = [index for index, slot in enumerate(slots_of_pass) if slot.layer]
         for index, slot in enumerate(slots_of_pass):
@@ -220,7 +227,13 @@ def _slot_places(slots: Sequence[Slot]) -> Iterator[str]:
                 yield f", {slot.layer}" if slot.layer else ""
             else:
                 side = "before" if index < indices[0] else "after" if index > indices[-1] else "between"
-                yield f", {side} the layers"
+                content = {
+                    ("forward", "before"): embedding,
+                    ("forward", "after"): head,
+                    ("backward", "before"): head,
+                    ("backward", "after"): embedding,
+                }.get((phase, side), "")
+                yield f", {side} the layers{content}"
 
 
 def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -> Plot | None:
@@ -228,10 +241,16 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
     if not slots:
         return None
     kinds = list(report.memory_kinds)
-    places = {id(slot): place for slot, place in zip(slots, _slot_places(slots), strict=True)}
+    # passes of a rank with several stages are of any of them
+    first, last = row["stages"] == [0], row["stages"] == [report.layout["pp"] - 1]
+    places = {id(slot): place for slot, place in zip(slots, _slot_places(slots, first, last), strict=True)}
 
     def slot_text(slot: Slot) -> str:
-        parts = [f"{kind} {human_bytes(size)}" for kind, size in zip(kinds, slot.bytes_by_kind, strict=True) if size]
+        parts = [
+            f"{kind_text(kind)} {human_bytes(size)}"
+            for kind, size in zip(kinds, slot.bytes_by_kind, strict=True)
+            if size
+        ]
         pass_name = pass_text(report, slot.phase, slot.microbatch)
         return f"{pass_name}{places[id(slot)]}: {human_bytes(sum(slot.bytes_by_kind))}: {', '.join(parts)}"
 

@@ -10,6 +10,7 @@ from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.report.report import counted, human_bytes
 
 _PHASE_TEXTS = {"build": "inputs of the step", "clipping": "gradient clipping", "optimizer": "optimizer step"}
+_KIND_TEXTS = {"pipeline_p2p": "p2p buffers"}  # other kinds are printed as they are
 _PASSES = ("forward", "backward")
 PRECISION_KEYS = ("dtype", "param_dtype", "reduce_dtype")
 _LOSS_TEXTS = {"full": "loss on full logits", "none": "no loss"}
@@ -27,11 +28,11 @@ def dims_text(layout: Mapping[str, int]) -> str:
 
 
 def batch_text(report: ForecastReport) -> str:
-    """Return the batch of a data-parallel rank: `batch 2 x 1,024 tokens in 2 microbatches (0-1), 1f1b`."""
+    """Return the batch of a data-parallel rank: `batch 2 x 1,024 tokens in 2 microbatches (numbered from 0), 1f1b`."""
     step = report.settings
     images = f" with {counted(step['images'], 'image')} each" if step["images"] else ""
     count = step["microbatches"]
-    microbatches = f" in {counted(count, 'microbatch')} (0-{count - 1})" if count > 1 else ""
+    microbatches = f" in {counted(count, 'microbatch')} (numbered from 0)" if count > 1 else ""
     schedule = f", {step['schedule']}" if step["schedule"] else ""
     return f"batch {step['batch']:,} x {step['seq']:,} tokens{images}{microbatches}{schedule}"
 
@@ -130,6 +131,11 @@ def present_kinds(report: ForecastReport, row: Mapping[str, Any]) -> set[str]:
     """Return the kinds of memory that a rank has at the peak of any part of the step."""
     sizes_by_kind = zip(*(part[3:] for part in row["timeline"]), strict=True)
     return {kind for kind, sizes in zip(report.memory_kinds, sizes_by_kind, strict=True) if any(sizes)}
+
+
+def kind_text(kind: str) -> str:
+    """Return the printed name of a kind of memory."""
+    return _KIND_TEXTS.get(kind, kind)
 
 
 def human_count(number: float) -> str:

@@ -13,7 +13,7 @@ from ckptx.report.report import counted, human_bytes
 _RULES = (
     "order: least time lost (recomputed, idle), then least sent per rank, then lowest peak; free: after the reserve",
     "AC mode: the first of none, selective, submodule and full that fits",
-    "microbatches: one sequence each without dp_shard; with dp_shard, the number that ranks first in this order",
+    "microbatches: one sequence each; with dp_shard, larger ones if they rank first (they send less, at a higher peak)",
 )
 _COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 

@@ -36,7 +36,7 @@ def test_a_block_for_each_stage_and_the_verdict_at_the_end() -> None:
     lines = forecast_text(forecasted(seconds=2.5)).splitlines()
     assert lines == [
         "SomeForCausalLM, 4,000,000 parameters, on tp 2 x pp 2, 4 ranks",
-        "per data-parallel rank: batch 2 x 1,024 tokens in 2 microbatches (0-1), 1f1b",
+        "per data-parallel rank: batch 2 x 1,024 tokens in 2 microbatches (numbered from 0), 1f1b",
         "float32, gathered in bfloat16, adamw, loss on sharded logits, activation checkpointing full",
         *block("stage 0", 1),
         *block("stage 1", 2),
@@ -108,7 +108,7 @@ def test_settings_are_said() -> None:
         "reduce_dtype": "float32", "batch": 1,
     }  # fmt: skip
     report = alone(settings=step)
-    assert batch_text(report) == "batch 1 x 1,024 tokens with 2 images each in 2 microbatches (0-1), 1f1b"
+    assert batch_text(report) == "batch 1 x 1,024 tokens with 2 images each in 2 microbatches (numbered from 0), 1f1b"
     assert settings_text(report) == (
         "float32, gathered in bfloat16, reduced in float32, no optimizer, no loss, "
         "activation checkpointing full (vision layers)"

@@ -147,8 +147,8 @@ def build_search_report(
         keeps_gathered=any(_keeps_gathered(each.dims) for each in mesh_results if not each.refusal_reason),
     )
     assumptions.append(
-        "every layout runs the same step, extrapolated from few layers, microbatches and pipeline ranks; in the row "
-        "marked fully evaluated, every pipeline stage was forecast, and the extrapolation over layers was checked"
+        "every layout runs the same step; its numbers are extrapolated from few layers, microbatches and pipeline "
+        "ranks; for the row marked fully evaluated, every stage was forecast, and extrapolation over layers was checked"
     )
     if space.fixed.dp_replicate == 1:
         assumptions.append("layouts with replicas (HSDP) are not searched; --dp-replicate sets the number of replicas")
@@ -288,6 +288,11 @@ def list_assumptions(
     if keeps_gathered:
         assumptions.append(
             "with PP, FSDP2 keeps gathered parameters between forward and backward passes (reshard_after_forward=False)"
+        )
+    if task.dims.pp > 1:
+        assumptions.append(
+            "with PP, stages keep a receive buffer for each microbatch between steps, and exchange the gradients of "
+            "weights that are tied across stages"
         )
     if tp is not None and task.microbatches > 1 and task.dims.dp_shard > 1:
         assumptions.append(
