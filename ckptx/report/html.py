@@ -249,7 +249,10 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
         ("size", human_bytes(report.bytes)),
-        *(("tied", f"{' = '.join(names)}, stored as copies, counted once") for names in report.tied_groups[:_MAX_TIES]),
+        *(
+            ("tied", f"{' = '.join(names)}, stored as copies, counted once in parameters")
+            for names in report.tied_groups[:_MAX_TIES]
+        ),
         *(("tied", f"{absent} = {stored}, stored as {stored}") for absent, stored in report.absent_ties[:_MAX_TIES]),
     ]
     num_shown = sum(group.count for group in layout.groups)

@@ -30,7 +30,7 @@ _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 # Action of a tie -> how its names are stored.
 _TIE_RESULTS = {
     "alias": "one tensor with two names",
-    "copy": "stored under both names",
+    "copy": "stored under both names, as copies",
 }
 # Source of the facts about a model class that is not in the tables -> how the summary describes the class.
 _CLASS_SOURCES = {"meta model": "known from its code", "suffix table": "unknown class"}
@@ -41,7 +41,7 @@ def conversion_text(report: ConversionReport) -> str:
     lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
-        copies = ", tied tensors once per copy" if report.ledger["target"]["copies"] else ""
+        copies = " (a tied tensor once for each copy)" if report.ledger["target"]["copies"] else ""
         lines[0] += f"; would read {human_bytes(report.bytes_read)}{copies}"
         lines[0] += f"; {human_bytes(report.free_space or 0)} free on the disk"
         rank_texts = {name: _rank_text(row) for row in report.ranks for name in row["files"]}
@@ -279,11 +279,12 @@ def inspect_text(report: InspectionReport) -> str:
 
 
 def _tensor_total_text(report: InspectionReport) -> str:
-    """Return the number of names, by kind of storage, and of chunks: `90 (85 + 5 aliases) in 85 chunks`."""
+    """Return the number of names, by kind of storage, and of shards if tensors are sharded: `91 in 149 shards`."""
     aliases = len(report.aliases)
     stored = stored_text(report.tensors - aliases, aliases=aliases)
     names = f"{report.tensors:,} ({stored})" if stored else f"{report.tensors:,}"
-    return f"{names} in {counted(report.chunks, 'chunk')}"
+    is_sharded = report.chunks > report.tensors - aliases
+    return f"{names} in {counted(report.chunks, 'shard')}" if is_sharded else names
 
 
 def diff_text(report: DiffReport) -> str:

@@ -75,7 +75,7 @@ def test_a_prefix_that_is_kept_removed_or_added(hf: Path, tmp_path: Path) -> Non
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("pp", "note"), [(1, ""), (2, ", tied tensors once per copy")])
+@pytest.mark.parametrize(("pp", "note"), [(1, ""), (2, " (a tied tensor once for each copy)")])
 def test_a_dry_run_explains_what_it_would_read_again(hf: Path, tmp_path: Path, pp: int, note: str) -> None:
     report = ckptx.reshard(hf, tmp_path / "out", tp=2, pp=pp, to="dcp", dry_run=True)
     (line,) = [line for line in report.summary().splitlines() if line.startswith("would write")]

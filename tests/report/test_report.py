@@ -138,7 +138,7 @@ def test_nothing_that_was_not_dropped_is_listed() -> None:
     ("action", "output_names", "text"),
     [
         ("alias", ["head", "tok"], "tied: head = tok, one tensor with two names (source: evidence)"),
-        ("copy", ["head", "tok"], "tied: head = tok, stored under both names (source: evidence)"),
+        ("copy", ["head", "tok"], "tied: head = tok, stored under both names, as copies (source: evidence)"),
         ("single", [None, "tok"], "tied: lm_head = embed, stored as tok (source: evidence)"),
         ("single", [None, None], "tied: lm_head = embed, stored under one name (source: evidence)"),
         ("keep-both", ["head", "tok"], "not tied: head, tok (source: evidence)"),

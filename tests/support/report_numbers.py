@@ -179,7 +179,7 @@ def check_conversion(
         rf"(would write |wrote |wrote nothing, the output is complete: )({NUMBER}) tensors?"
         rf"(?: \(({NUMBER})(?: \+ ({NUMBER}) cop(?:y|ies))?(?: \+ ({NUMBER}) alias(?:es)?)?\))?, ({SIZE}) in files"
         rf"(?:, ({SIZE}) of it by an earlier, interrupted run)?"
-        rf"(?:; would read ({SIZE})(?:, tied tensors once per copy)?; ({SIZE}) free on the disk)?"
+        rf"(?:; would read ({SIZE})(?: \(a tied tensor once for each copy\))?; ({SIZE}) free on the disk)?"
     )
     verb, tensors, stored, copies, aliases, size, rest, reads, free = head.groups()
     shown = [parse_count(each or "0") for each in (copies, aliases)]
@@ -269,8 +269,10 @@ def _check_dtypes(lines: Lines, document: Mapping[str, Any]) -> None:
 
 
 def _check_ties(lines: Lines, document: Mapping[str, Any], after: DirectoryContents | None) -> None:
-    words = {"one tensor with two names": "alias", "stored under both names": "copy"}
-    found = lines.every(r"tied: (\S+) = (\S+), (one tensor with two names|stored under both names) \(source: .*\)")
+    words = {"one tensor with two names": "alias", "stored under both names, as copies": "copy"}
+    found = lines.every(
+        r"tied: (\S+) = (\S+), (one tensor with two names|stored under both names, as copies) \(source: .*\)"
+    )
     printed = {(match[1], match[2]): words[match[3]] for match in found}
     found = lines.every(r"tied: (\S+) = (\S+), stored as (\S+) \(source: .*\)")
     stored = {(match[1], match[2]): match[3] for match in found}
@@ -369,12 +371,13 @@ def check_inspection(said: CommandResult, found: DirectoryContents, parameters: 
     assert all(found.files[name] == size for name, size in document["files"].items())
     tensors = lines.one(
         rf"  tensors       ({NUMBER})(?: \(({NUMBER}) \+ ({NUMBER}) alias(?:es)?\))?"
-        rf" in ({NUMBER}) chunks?, ({SIZE})"
+        rf"(?: in ({NUMBER}) shards)?, ({SIZE})"
     )
     assert parse_count(tensors[1]) == document["tensors"] == len(found.dtypes)
     assert parse_count(tensors[3] or "0") == len(document["aliases"]) == len(found.aliases)
     assert parse_count(tensors[2] or tensors[1]) == document["tensors"] - len(document["aliases"])
-    assert parse_count(tensors[4]) == document["chunks"] == found.chunks
+    stored = document["tensors"] - len(document["aliases"])
+    assert (parse_count(tensors[4]) if tensors[4] else stored) == document["chunks"] == found.chunks
     assert is_size(tensors[5], document["bytes"])
     assert parse_count(lines.one(rf"  parameters    ({NUMBER})")[1]) == document["parameters"]
     assert parameters is None or document["parameters"] == parameters
