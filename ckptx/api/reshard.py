@@ -15,7 +15,7 @@ from ckptx.report.report import Log, Stopwatch
 
 @api(ReshardOptions)
 def reshard(options: ReshardOptions) -> ConversionReport:
-    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
+    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads little besides its own files.
 
     Returns:
         The report that `--json` prints.

@@ -53,8 +53,8 @@ def cli(**_: object) -> None:
     """Convert and reshard checkpoints of large language models, and verify the result.
 
     Run `ckptx COMMAND --help` for the options of a command. Options can also be set in ckptx.toml (workers = 8; for one
-    command in a table such as [reshard]), in pyproject.toml ([tool.ckptx]) and by environment variables such as
-    CKPTX_WORKERS=8; `ckptx env` lists those that are set.
+    command in a table such as [reshard] or [convert.to-dcp]), in pyproject.toml ([tool.ckptx]) and, for all commands,
+    by environment variables such as CKPTX_WORKERS=8; `ckptx env` lists those that are set.
 
     Exit code 0: success; 1: a difference, a failed check, or a forecast that does not fit in memory; others: an error,
     such as 2 for an invalid option, and 6 for too little memory or disk space. All codes:

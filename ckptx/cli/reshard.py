@@ -16,7 +16,7 @@ from ckptx.cli.output import Output
     ],
 )
 def command(call: CommandCall) -> int:
-    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads its own files.
+    """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads little besides its own files.
 
     The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh. In a DCP, ranks
     also read files of other ranks: only TP rank 0 stores the tensors that TP replicates.

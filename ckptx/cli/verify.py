@@ -22,7 +22,8 @@ def command(call: CommandCall) -> int:
     With --run, compare the tensors that the models load, and logits, loss and gradients of the models on two sequences
     of random tokens. Exit 1 if they differ.
 
-    On several ranks, differences within a tolerance are allowed: 8 times the rounding noise that is measured on the
+    On one rank and with PP alone, results must be bit-identical, unless the device is not deterministic or --compile is
+    set. Otherwise, differences within a tolerance are allowed: 8 times the rounding noise that is measured on the
     reference. If the tolerance is too large to detect errors, the result is inconclusive: exit 0, or 1 with --strict.
     """
     from ckptx.api.verify import verify

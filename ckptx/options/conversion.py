@@ -56,7 +56,8 @@ SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, "
-    "or sharded safetensors with the shards of one rank in each file): a directory, file, index or Hub id."
+    "or sharded safetensors with the shards of one rank in each file, as reshard writes): a directory, file, index or "
+    "Hub id."
 )
 _DST_HELP = "Directory to write."
 
@@ -99,9 +100,12 @@ class ConversionOptions(
         ),
     ] = False
     optimizer: Annotated[OptimizerMode | None, OPTIMIZER] = None
-    revision: Annotated[str | None, REVISION._replace(help="Branch, tag or commit of SRC and --base on the Hub.")] = (
-        None
-    )
+    revision: Annotated[
+        str | None,
+        REVISION._replace(
+            help="Branch, tag or commit of SRC and --base on the Hub; for two different ones, download one first."
+        ),
+    ] = None
     base: Annotated[
         str | Path | None,
         Option(
@@ -275,8 +279,8 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     quantize: Annotated[
         Literal["base"] | None,
         Option(
-            "Quantize the weights that are quantized in --base, in the same scheme; weights that training did not "
-            "change keep the bytes of the base. Other tensors are cast to their dtypes in the base.",
+            "Quantize the weights that are quantized in --base, in the same scheme; weights that equal the dequantized "
+            "base after rounding to bf16 keep its bytes. Other tensors are cast to their dtypes in the base.",
             OUTPUT_CHECKPOINT,
             requires=[Requirement("base")],
             excludes=("dequantize", "dtype"),
@@ -313,8 +317,8 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     names: Annotated[
         Names | None,
         NAMES._replace(
-            default="model in sharded safetensors; in a DCP hf, but names are kept if SRC is a training checkpoint: a "
-            "DCP, per-rank FSDP files or torch.save"
+            default="--to safetensors: model; --to dcp: hf, or the names of SRC if it is a training checkpoint (a DCP, "
+            "per-rank FSDP files or torch.save)"
         ),
     ] = None
     tied: Annotated[

@@ -40,7 +40,8 @@ _ALLOWED_WITH_RECIPE = ("recipe", "overrides", "gpu_memory", "gpu", "search", "g
 _MODEL_HELP = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
 _SEARCH_HELP = (
     "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, each with the least activation checkpointing that "
-    "fits. They are sorted by the time lost to recomputation and pipeline bubbles, then by the bytes sent per rank."
+    "fits. They are sorted by the time lost to recomputation and pipeline bubbles, then by the bytes sent per rank. "
+    "--tp, --pp, --dp-shard and --dp-replicate fix a size."
 )
 
 

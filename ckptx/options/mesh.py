@@ -75,9 +75,9 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "Assignment of layers to stages: even (the first stages take the remainder), vllm (stages before the last "
-            "take it), torchtitan (embedding and head count as a layer each), hf (the last stage takes it), or the "
-            "layer count of each stage.",
+            "Assignment of layers to stages, e.g. of 10 layers to 4 stages: even (3,3,2,2), vllm (2,3,3,2: extra "
+            "layers before the last stage), torchtitan (2,3,3,2: embedding and head count as a layer each), hf "
+            "(2,2,2,4), or the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",
             keywords=SPLIT_RULES,

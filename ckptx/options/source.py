@@ -90,7 +90,11 @@ class TwoCheckpointOptions(HubOptions, SourcePrefixOptions):
     headings: ClassVar[Mapping[str, str]] = {SOURCE: BOTH_CHECKPOINTS}
 
     revision: Annotated[
-        str | None, REVISION._replace(help="Branch, tag or commit of each checkpoint that is a Hub repository.")
+        str | None,
+        REVISION._replace(
+            help="Branch, tag or commit of each checkpoint that is a Hub repository; to compare two revisions, "
+            "download one first."
+        ),
     ] = None
     source_prefix: Annotated[
         str,

@@ -81,7 +81,7 @@ class GpuMemoryOptions(Options):
     gpu: Annotated[
         GpuName | None,
         Option(
-            f"GPU model whose usable memory replaces --gpu-memory: {', '.join(GPU_GIB)}.",
+            f"GPU model whose usable memory is the limit, instead of --gpu-memory: {', '.join(GPU_GIB)}.",
             MEMORY_LIMITS,
             metavar="NAME",
             default="no check",
