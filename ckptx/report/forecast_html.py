@@ -242,7 +242,8 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
         return None
     kinds = list(report.memory_kinds)
     # passes of a rank with several stages are of any of them
-    first, last = row["stages"] == [0], row["stages"] == [report.layout["pp"] - 1]
+    stages = list(row["stages"])
+    first, last = stages == [0], stages == [report.layout["pp"] - 1]
     places = {id(slot): place for slot, place in zip(slots, _slot_places(slots, first, last), strict=True)}
 
     def slot_text(slot: Slot) -> str:
