@@ -174,9 +174,9 @@ def _run_steps(
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=dequantized.stored_names(target.written_disk_names() | training_state.written_disk_names()),
+        written=dequantized.stored_names(target.written_stored_names() | training_state.written_stored_names()),
         shared=dequantized.stored_names(
-            target.tied_disk_names | training_state.shared_disk_names | view.model_duplicates.keys()
+            target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
         ),
         merged=dequantized.merged,
         dropped={each["name"] for each in (*dequantized.dropped, *dropped_state.tensors, *training_state.dropped)},

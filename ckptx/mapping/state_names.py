@@ -45,16 +45,16 @@ class ParameterIndex:
     _known_spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, disk_names: Mapping[str, str], prefix: str = "") -> ParameterIndex:
+    def of(cls, stored_names: Mapping[str, str], prefix: str = "") -> ParameterIndex:
         """Create the index of a model.
 
         Args:
-            disk_names: Parameter name in the view -> stored name.
+            stored_names: Parameter name in the view -> stored name.
             prefix: Prefix of the stored names of the model, which names of its optimizer state may lack.
         """
-        names = {disk.removeprefix(prefix): name for name, disk in disk_names.items()} if prefix else {}
-        names |= {name: name for name in disk_names}
-        names |= {disk: name for name, disk in disk_names.items()}
+        names = {stored.removeprefix(prefix): name for name, stored in stored_names.items()} if prefix else {}
+        names |= {name: name for name in stored_names}
+        names |= {stored: name for name, stored in stored_names.items()}
         return cls(names)
 
     def find(self, name: str) -> StateName | None:

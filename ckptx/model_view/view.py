@@ -149,8 +149,8 @@ def view_model(
         notes.append(
             f"{_describe_models(found.models.complete_prefixes)}; showing the model {describe_prefix(roles.prefix)}"
         )
-    disk_names = {short: name for name, short in unwrapped.names.items()}
-    tensors = {name: catalog.tensors[disk_names[full]] for name, full in roles.model.items()}
+    stored_names = {short: name for name, short in unwrapped.names.items()}
+    tensors = {name: catalog.tensors[stored_names[full]] for name, full in roles.model.items()}
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
@@ -167,18 +167,18 @@ def view_model(
         catalog,
         config,
         tensors,
-        tuple(disk_names[name] for name in roles.optimizer),
-        tuple(disk_names[name] for name in roles.other if name not in found.models.duplicates),
+        tuple(stored_names[name] for name in roles.optimizer),
+        tuple(stored_names[name] for name in roles.other if name not in found.models.duplicates),
         roles.prefix,
         unwrapped.counts,
         architecture,
         disk_architecture,
         found.trainer_conversions,
         tuple(name for name in tensors if name in unknown) if unknown else (),
-        tuple(each._replace(names=tuple(disk_names[name] for name in each.names)) for each in found.models.others),
+        tuple(each._replace(names=tuple(stored_names[name] for name in each.names)) for each in found.models.others),
         {
             **unwrapped.duplicates,
-            **{disk_names[name]: disk_names[kept] for name, kept in found.models.duplicates.items()},
+            **{stored_names[name]: stored_names[kept] for name, kept in found.models.duplicates.items()},
         },
         tuple(notes),
     )

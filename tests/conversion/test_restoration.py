@@ -136,7 +136,7 @@ def test_a_tied_name_is_dropped_only_if_the_config_ties_it_and_its_bytes_are_equ
         assert found.notes == OTHER_TENSORS
     else:
         assert HEAD not in found.files.named_target.target.tensors
-        assert found.files.named_target.target.tied_disk_names == {HEAD}
+        assert found.files.named_target.target.tied_stored_names == {HEAD}
         assert found.files.digests.keys() == found.files.named_target.target.tensors.keys()
         assert found.files.reordered_digests == {}
 

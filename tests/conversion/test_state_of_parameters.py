@@ -54,8 +54,8 @@ def mapped(root: Path, pp: int = 1, rename: Callable[[str], str] = lambda name: 
         target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
         named = rename_tensors(view, target, names=None, default=None)
         sharded = shard_tensors(view, named.target, named.naming, ready.options, [], own_files_only=False)
-        assert (sharded.target.copies or sharded.target.aliases) == {HEAD: EMBED}
-        assert bool(sharded.target.copies) == (pp == 2)
+        assert (sharded.target.copied_aliases or sharded.target.aliases) == {HEAD: EMBED}
+        assert bool(sharded.target.copied_aliases) == (pp == 2)
         names = {name: rename(name) for name in (*sharded.target.tensors, *sharded.target.aliases)}
         output_names = {old: names[new] for old, new in named.naming.target_names(view).items()}
         return map_training_state(view, ready.files, sharded.renamed(names), output_names)
@@ -83,7 +83,7 @@ def test_two_moments_of_a_tied_tensor_are_one_only_if_they_are_equal(tmp_path: P
     is_equal = kind == "equal"
     assert [row["name"] for row in state.dropped] == ([] if is_equal else [in_state(HEAD)])
     assert any("differ although their parameters are tied" in note for note in state.notes) is not is_equal
-    assert (in_state(HEAD) in state.shared_disk_names) is is_equal
+    assert (in_state(HEAD) in state.shared_stored_names) is is_equal
     assert state.source_names[in_state(EMBED)] == in_state(EMBED)
 
 

@@ -167,8 +167,8 @@ def test_ties_are_carried_out(
     before = frozen(view.tensors)
     target = apply_ties(view, ties.decisions, tied=tied, can_alias=can_alias)
     assert target.tensors.keys() & {EMBED, HEAD} == stored
-    assert target.aliases == aliases and target.tied_disk_names == {EMBED, HEAD}
-    assert target.tensors.keys() == target.source_names.keys() == target.disk_names.keys()
+    assert target.aliases == aliases and target.tied_stored_names == {EMBED, HEAD}
+    assert target.tensors.keys() == target.source_names.keys() == target.stored_names.keys()
     assert view.tensors == before
 
 
@@ -187,12 +187,16 @@ def test_targets_are_not_changed_but_made_anew(tmp_path: Path) -> None:
     target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
     before = [frozen(getattr(target, each.name)) for each in fields(target)]
     copied = target.with_copies([HEAD])
-    assert copied.aliases == {} and copied.copies == {HEAD: EMBED}
+    assert copied.aliases == {} and copied.copied_aliases == {HEAD: EMBED}
     assert copied.source_names[HEAD] == EMBED and copied.tensors[HEAD].name == HEAD
     renamed = copied.renamed(lambda name: f"x.{name}")
-    assert renamed.copies == {f"x.{HEAD}": f"x.{EMBED}"} and renamed.tensors["x." + NORM].name == "x." + NORM
-    assert renamed.written_disk_names() == target.written_disk_names() == set(view.tensors) - {HEAD}
-    assert list(target.select([NORM, EMBED]).tensors) == [NORM, EMBED]
+    assert renamed.copied_aliases == {f"x.{HEAD}": f"x.{EMBED}"} and renamed.tensors["x." + NORM].name == "x." + NORM
+    assert renamed.written_stored_names() == target.written_stored_names() == set(view.tensors) - {HEAD}
+    selected = target.select([NORM, EMBED])
+    assert list(selected.tensors) == [NORM, EMBED] and selected.aliases == target.aliases
+    assert target.select([NORM]).aliases == {}
+    assert copied.select([NORM, HEAD]).copied_aliases == {}
+    assert copied.select([EMBED, HEAD]).copied_aliases == {HEAD: EMBED}
     assert target.with_copies([]) is target
     assert [frozen(getattr(target, each.name)) for each in fields(target)] == before
     with pytest.raises(FrozenInstanceError):
@@ -220,8 +224,8 @@ def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
     named = rename_tensors(view, target, names="model", default=None)
     fused = "model.layers.1.mlp.experts.gate_up_proj"
     assert named.target.tensors[fused].shape == (2, 48, 8)
-    assert len(named.target.disk_names[fused]) == len(named.naming.sources[fused]) == 4
-    assert named.target.written_disk_names() == set(view.tensors)
+    assert len(named.target.stored_names[fused]) == len(named.naming.sources[fused]) == 4
+    assert named.target.written_stored_names() == set(view.tensors)
     assert fused in named.target.source.tensors and fused not in target.source.tensors
     assert named.naming.model_name(fused) == fused
     assert named.naming.target_names(view)[NORM] == NORM
@@ -339,7 +343,7 @@ def test_a_name_on_another_stage_becomes_a_copy(tmp_path: Path, alone: bool) -> 
                 view, named.target, named.naming, ready.options, ties.decisions, own_files_only=alone
             )
         is_copy = alone or pp == 2
-        assert sharded.target.copies == ({HEAD: EMBED} if is_copy else {})
+        assert sharded.target.copied_aliases == ({HEAD: EMBED} if is_copy else {})
         assert sharded.target.aliases == ({} if is_copy else {HEAD: EMBED})
         assert (
             sharded.sharded_model is not None
@@ -425,7 +429,7 @@ def test_state_lies_with_its_parameter(tmp_path: Path) -> None:
     assert state.without_parameter == ("optimizer.state.nobody.exp_avg",)
     assert state.replicated == (f"optimizer.state.{NORM}.factors",)
     assert list(state.objects) == ["optimizer.param_groups"] and len(state.notes) == 2
-    assert state.written_disk_names() == {*view.optimizer, *view.other}
+    assert state.written_stored_names() == {*view.optimizer, *view.other}
     assert whole.placements == {} and whole.without_parameter == ()
 
 

@@ -126,7 +126,7 @@ class DcpFormat(OutputFormat):
             allocation.catalog,
             digests,
             aliases={**target.aliases, **state.aliases},
-            copies={**target.copies, **state.copies},
+            copies={**target.copied_aliases, **state.copies},
             original=contents.original_files,
             sharding=contents.sharded.sharded_model,
             model_names=_model_names(contents),
@@ -153,7 +153,7 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
         blocks,
         state.objects,
         {**target.aliases, **state.aliases},
-        {**target.copies, **state.copies},
+        {**target.copied_aliases, **state.copies},
     )
     return allocate_dcp(dst, dcp_contents, sharding.dims, files, target.source)
 

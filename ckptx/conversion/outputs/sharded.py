@@ -85,7 +85,7 @@ class ShardedFormat(OutputFormat):
             "sharded",
             allocation.catalog,
             digests,
-            copies=contents.sharded.target.copies,
+            copies=contents.sharded.target.copied_aliases,
             original=contents.original_files,
             sharding=contents.sharded.sharded_model,
         )

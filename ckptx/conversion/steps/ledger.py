@@ -76,7 +76,7 @@ def build_ledger(
     Raises:
         InternalError: A tensor is neither written nor shared nor merged nor dropped.
     """
-    disk_names, remaining, counts_by_outcome = set(source_names), set(source_names), {}
+    stored_names, remaining, counts_by_outcome = set(source_names), set(source_names), {}
     for outcome, names in (
         ("written", written),
         ("tied", shared),
@@ -88,11 +88,11 @@ def build_ledger(
     if remaining:
         raise InternalError(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
     steps = {step.target.name: step for step in plan.steps() if step.has_frame}
-    keys = {_content_key(step.source, disk_names, representatives) for step in steps.values()}
+    keys = {_content_key(step.source, stored_names, representatives) for step in steps.values()}
     all_steps = [*steps.values(), *(steps[name] for name in aliases.values())]
     return Ledger(
         counts_by_outcome,
-        len(disk_names),
+        len(stored_names),
         len(steps) + len(aliases),
         len(keys),
         len(steps) - len(keys),
@@ -104,9 +104,9 @@ def build_ledger(
     )
 
 
-def _content_key(entry: TensorEntry, disk_names: set[str], representatives: Mapping[str, str]) -> object:
+def _content_key(entry: TensorEntry, stored_names: set[str], representatives: Mapping[str, str]) -> object:
     """Return a key for the bytes of a source entry, equal for all names of one tensor."""
     if entry.name in representatives:
         return representatives[entry.name]
     # A composed entry may begin at the same offset as another slice of the same tensor.
-    return entry.position if entry.name in disk_names and entry.numel else entry.name
+    return entry.position if entry.name in stored_names and entry.numel else entry.name

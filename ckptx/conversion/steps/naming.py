@@ -184,8 +184,8 @@ def _apply_renaming(target: TargetTensors, renamed: RenamedTensors) -> TargetTen
         source=replace(target.source, tensors={**others, **renamed.tensors}),
         tensors=tensors,
         source_names={name: name for name in tensors},
-        disk_names={
-            name: tuple(disk for old in renamed.sources[name] for disk in target.disk_names.get(old, ()))
+        stored_names={
+            name: tuple(stored for old in renamed.sources[name] for stored in target.stored_names.get(old, ()))
             for name in tensors
         },
         aliases=aliases,

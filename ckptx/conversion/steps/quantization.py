@@ -124,12 +124,12 @@ def quantize_target(
     contents = BaseContents(base_files)
     tensors: dict[str, TensorEntry] = {}
     source_tensors = dict(target.source.tensors)
-    source_names, disk_names = dict[str, str](), dict[str, tuple[str, ...]]()
+    source_names, stored_names = dict[str, str](), dict[str, tuple[str, ...]]()
     computed: dict[str, ComputedFile] = {}
     encoders: dict[str, WeightEncoder] = {}
     encoder_by_file: dict[str, WeightEncoder] = {}
 
-    def add_computed(entry: TensorEntry, stored_names: tuple[str, ...]) -> None:
+    def add_computed(entry: TensorEntry, made_of: tuple[str, ...]) -> None:
         if entry.name in target.tensors and entry.name not in by_name:
             raise UnsupportedError(
                 f'{base.source.root}: tensor "{entry.name}" has the name of a scale in the base; is the checkpoint '
@@ -137,13 +137,13 @@ def quantize_target(
             )
         own, file_name = computed_entry(entry), computed_file_name(entry)
         source_tensors[file_name] = own.with_name(file_name)
-        tensors[entry.name], source_names[entry.name], disk_names[entry.name] = own, file_name, stored_names
+        tensors[entry.name], source_names[entry.name], stored_names[entry.name] = own, file_name, made_of
 
     for name, entry in target.tensors.items():
         tensor = by_name.get(name)
         if tensor is None:
             tensors[name] = entry
-            source_names[name], disk_names[name] = target.source_names[name], target.disk_names[name]
+            source_names[name], stored_names[name] = target.source_names[name], target.stored_names[name]
             continue
         encoder = encoders[name] = WeightEncoder(
             target.source.tensors[target.source_names[name]],
@@ -152,7 +152,7 @@ def quantize_target(
             has_power_of_two_scales=declared is not None and declared.has_power_of_two_scales,
         )
         for each in (tensor.codes, *tensor.companions.values()):
-            add_computed(each, target.disk_names[name])
+            add_computed(each, target.stored_names[name])
         for file in encoder.computed_files():
             file_name = computed_file_name(file.entry)
             computed[file_name], encoder_by_file[file_name] = file, encoder
@@ -164,7 +164,7 @@ def quantize_target(
         source=replace(target.source, tensors=source_tensors),
         tensors=tensors,
         source_names=source_names,
-        disk_names=disk_names,
+        stored_names=stored_names,
     )
     notes = []
     if missing:

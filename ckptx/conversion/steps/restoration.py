@@ -185,8 +185,8 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         for name, entry in view.tensors.items()
         if name not in unchanged_names and name not in dropped_names and entry.name in records
     }
-    dropped_disk_names = frozenset(view.tensors[name].name for name in dropped_names if name in view.tensors)
-    target_of_files = replace(target.select(original.tensors), tied_disk_names=dropped_disk_names)
+    dropped_stored_names = frozenset(view.tensors[name].name for name in dropped_names if name in view.tensors)
+    target_of_files = replace(target.select(original.tensors), tied_stored_names=dropped_stored_names)
     notes += named_target.notes
     return Restoration(
         RestoredFiles(replace(named_target, target=target_of_files), original, manifest.path, digests, reordered, view),

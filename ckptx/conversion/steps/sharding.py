@@ -104,7 +104,7 @@ def shard_tensors(
         replication = count_replication(
             sharded_model,
             target.tensors,
-            target.copies,
+            target.copied_aliases,
             target.aliases,
             lambda name: sharder.stages.is_in_layer(naming.model_name(name) or name),
         )

@@ -31,13 +31,13 @@ class TrainingState:
     Attributes:
         tensors: State tensors, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name -> stored name in the source.
-        disk_names: Name -> names on disk of the tensors it is made of.
+        stored_names: Name -> stored names of the tensors it is made of.
         aliases: Name that shares the bytes of another state -> name of that state.
         copies: Name that repeats the bytes of another state -> name of that state.
         objects: Pickled objects.
         object_source_names: Name of an object -> its name in the source.
         placements: Stage and blocks of each tensor; empty without a mesh.
-        shared_disk_names: Names on disk of state that is written under another name.
+        shared_stored_names: Stored names of state that is written under another name.
         dropped: Stored `name` and `reason` of each tensor or object that is not written: state of a tied name that
             differs from that of the other name.
         without_parameter: Stored names of optimizer tensors of more than one element that belong to no known parameter;
@@ -48,21 +48,21 @@ class TrainingState:
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     source_names: Mapping[str, str] = field(default_factory=dict)
-    disk_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, BytesEntry] = field(default_factory=dict)
     object_source_names: Mapping[str, str] = field(default_factory=dict)
     placements: Mapping[str, StagePlacement] = field(default_factory=dict)
-    shared_disk_names: frozenset[str] = frozenset()
+    shared_stored_names: frozenset[str] = frozenset()
     dropped: tuple[dict[str, str], ...] = ()
     without_parameter: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def written_disk_names(self) -> set[str]:
+    def written_stored_names(self) -> set[str]:
         """Return the stored names of all state tensors that are written."""
-        return {name for names in self.disk_names.values() for name in names}
+        return {name for names in self.stored_names.values() for name in names}
 
 
 def map_training_state(
@@ -92,8 +92,8 @@ class _StateMapper:
     ) -> None:
         self.source, self.files, self.target, self.sharding = view.catalog, files, sharded.target, sharded.sharded_model
         self.output_names = output_names
-        self.disk_names = {name: entry.name for name, entry in view.tensors.items()}
-        self.parameters = ParameterIndex.of(self.disk_names, view.prefix)
+        self.stored_names = {name: entry.name for name, entry in view.tensors.items()}
+        self.parameters = ParameterIndex.of(self.stored_names, view.prefix)
         self.duplicates = view.duplicates
         self.optimizer, self.other = frozenset(view.optimizer), frozenset(view.other)
         self.reader = TensorReader(files)
@@ -121,7 +121,7 @@ class _StateMapper:
         unmatched = self._find_unmatched([name for name in without_parameter if name in self.optimizer])
         for name in without_parameter:
             self._add(name, name, None)
-        shared_names = {**self.target.aliases, **self.target.copies}
+        shared_names = {**self.target.aliases, **self.target.copied_aliases}
         mapped: set[str] = set()
         for name, stored in shared_names.items():
             mapped |= self._map_shared(name, stored, states_by_parameter)
@@ -192,7 +192,9 @@ class _StateMapper:
 
     def _output_name(self, state: StateName) -> str:
         output_parameter = self._output_parameter(state)
-        return state.name if output_parameter == self.disk_names[state.parameter] else state.name_for(output_parameter)
+        return (
+            state.name if output_parameter == self.stored_names[state.parameter] else state.name_for(output_parameter)
+        )
 
     def _map_shared(self, name: str, stored: str, states_by_parameter: Mapping[str, list[StateName]]) -> set[str]:
         """Map the state of `name`, which shares the bytes of `stored`; return the stored names that were mapped."""
@@ -248,7 +250,7 @@ class _StateMapper:
 
     def _has_copy(self, parameter: str) -> bool:
         """Return True for a parameter that is a copy or has one, and so needs separate state."""
-        return parameter in self.target.copies or parameter in self.target.copies.values()
+        return parameter in self.target.copied_aliases or parameter in self.target.copied_aliases.values()
 
     def _merge_states(self, duplicate: str, stored: str) -> None:
         """Merge two states of one parameter, by stored name; if they differ, keep `stored` and drop the other."""
