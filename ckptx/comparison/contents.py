@@ -69,22 +69,22 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
-        compares_objects, with_state = with_state, with_state and has_state(first) and has_state(second)
-        a_view = _locate_blocks(first, files_a, log, with_state)
-        b_view = _locate_blocks(second, files_b, log, with_state)
-        first, second = convert_to_common_names(a_view, b_view)
-        targets, ties = _choose_dtypes(first, dtype), TiedNames.from_views(first, second)
-        pairs, differences = _pair_tensors(first, second, targets, ties)
+        compares_tensors_of_state = with_state and has_state(first) and has_state(second)
+        a_view = _prepare_view(first, files_a, log, compares_tensors_of_state)
+        b_view = _prepare_view(second, files_b, log, compares_tensors_of_state)
+        first, second, were_converted = convert_to_common_names(a_view, b_view)
+        cast_dtypes, ties = _choose_dtypes(first, dtype), TiedNames.from_views(first, second)
+        pairs, differences = _pair_tensors(first, second, cast_dtypes, ties)
         uncompared_views = [a_view, b_view]
-        if with_state:
-            state = pair_state(a_view, b_view, ties, in_model_names=first is not a_view)
+        if compares_tensors_of_state:
+            state = pair_state(a_view, b_view, ties, in_model_names=were_converted)
             pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
             differences += state.differences
             if state.is_comparable:
                 uncompared_views = []
         log.note(*(note for view in uncompared_views for note in note_on_uncompared(view)))
         objects = a_view.catalog.objects, b_view.catalog.objects
-        uncompared_objects = find_uncompared_objects(*(objects if compares_objects else ({}, {})), (files_a, files_b))
+        uncompared_objects = find_uncompared_objects(*(objects if with_state else ({}, {})), (files_a, files_b))
         log.note(*uncompared_objects.notes)
         not_compared = count_uncompared(*uncompared_views, objects=uncompared_objects.count)
         comparison = _Comparison(pairs, (files_a, files_b), options.buffer_bytes)
@@ -133,8 +133,11 @@ def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catal
     return open_dequantized(a, decoded_dtype), open_dequantized(b, decoded_dtype)
 
 
-def _locate_blocks(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
-    """Locate every block of the model, and with `with_state` of its state; compare tensors that are stored twice."""
+def _prepare_view(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:
+    """Locate every chunk of the model, and with `with_state` of its state; check that tensors stored twice are equal.
+
+    `log` receives the notes of the view.
+    """
     view = (
         locate_all_archives(view, files)
         if with_state and view.catalog.traits.has_archives
@@ -150,7 +153,7 @@ def _locate_blocks(view: ModelView, files: SourceFiles, log: Log, with_state: bo
 def _choose_dtypes(reference: ModelView, dtype: str) -> dict[str, DType]:
     """Return the dtype of each reference tensor after the cast that `--dtype` requests."""
     architecture, cast_dtype = reference.architecture, DTYPE_BY_OPTION.get(dtype)
-    dtype_name: Any = dtype
+    dtype_name: Any = dtype  # a Literal for `keeps_fp32`, a str here
     return dtypes_after_cast(
         reference.tensors,
         cast_dtype,
@@ -165,13 +168,18 @@ def _note_on_dtypes(
     names = [difference["name"] for difference in differences if difference["what"] == "dtype"]
     if not names:
         return None
-    found = [(ties.find_entry(name, a, b), ties.find_entry(name, b, a)) for name in names]
+    found = [
+        (ties.find_entry(name, in_view=a, other_view=b), ties.find_entry(name, in_view=b, other_view=a))
+        for name in names
+    ]
     entries = [(x, y) for x, y in found if x is not None and y is not None]  # without optimizer state: it is never cast
     stored_dtypes = {y.dtype.name for _, y in entries}
-    targets = [word for word, target in DTYPE_BY_OPTION.items() if {target.name} == stored_dtypes and word != dtype]
+    other_options = [
+        option for option, target in DTYPE_BY_OPTION.items() if {target.name} == stored_dtypes and option != dtype
+    ]
     can_cast = len(entries) == len(names) and all(x.dtype.is_castable for x, _ in entries)
-    if targets and can_cast:
-        advice = f"pass --dtype {targets[0]} to cast the reference first, as convert --dtype does"
+    if other_options and can_cast:
+        advice = f"pass --dtype {other_options[0]} to cast the reference first, as convert --dtype does"
     elif entries and all((x.dtype.name in CODE_DTYPES) != (y.dtype.name in CODE_DTYPES) for x, y in entries):
         advice = "if one of the checkpoints is quantized, pass --dequantize to decode it"
     else:
@@ -193,26 +201,26 @@ class _Pair:
 
 
 def _pair_tensors(
-    a: ModelView, b: ModelView, targets: dict[str, DType], ties: TiedNames
+    a: ModelView, b: ModelView, cast_dtypes: dict[str, DType], ties: TiedNames
 ) -> tuple[list[_Pair], list[dict[str, Any]]]:
     """Return the pairs of tensors to compare, and the differences in headers, as entries of `differing` in the report.
 
     A tied name that one side lacks is compared with its partner there, so that every alias is checked.
     """
-    differences = compare_headers(replace_dtypes(a, targets), b)
+    differences = compare_headers(replace_dtypes(a, cast_dtypes), b)
     differing_names = {difference["name"] for difference in differences}
     pairs = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        in_a = name if name in a.tensors else ties.find_counterpart(name, b, a)
-        in_b = name if name in b.tensors else ties.find_counterpart(name, a, b)
+        in_a = name if name in a.tensors else ties.find_counterpart(name, in_view=a, other_view=b)
+        in_b = name if name in b.tensors else ties.find_counterpart(name, in_view=b, other_view=a)
         if name not in differing_names and in_a is not None and in_b is not None:
-            pairs.append(_Pair(name, a.tensors[in_a], b.tensors[in_b], targets[in_a]))
+            pairs.append(_Pair(name, a.tensors[in_a], b.tensors[in_b], cast_dtypes[in_a]))
     return pairs, differences
 
 
-def replace_dtypes(view: ModelView, targets: dict[str, DType]) -> ModelView:
+def replace_dtypes(view: ModelView, cast_dtypes: dict[str, DType]) -> ModelView:
     """Return the view with the dtypes after a cast, for a comparison of headers."""
-    tensors = {name: entry._replace(dtype=targets[name]) for name, entry in view.tensors.items()}
+    tensors = {name: entry._replace(dtype=cast_dtypes[name]) for name, entry in view.tensors.items()}
     return replace(view, tensors=tensors)
 
 

@@ -6,7 +6,7 @@ Headers are read, and samples of tied weights that are stored separately; no oth
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -50,7 +50,7 @@ def diff(options: DiffOptions) -> DiffReport:
     a_view, b_view = view_both(*(open_checkpoint(path) for path in paths), prefix=options.source_prefix_or_none)
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
-    first, second = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
+    first, second, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
     for view in (first, second):
         log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
     for view in (a_view, b_view):
@@ -142,16 +142,31 @@ def _replace_chunks(view: ModelView) -> ModelView:
     return replace(view, tensors=tensors)
 
 
-def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, ModelView]:
+class CommonNames(NamedTuple):
+    """Two views whose names are compared.
+
+    Attributes:
+        a: First view.
+        b: Second view.
+        were_converted: True if both were renamed to model names; False if they are unchanged.
+    """
+
+    a: ModelView
+    b: ModelView
+    were_converted: bool
+
+
+def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
     """Rename both views to model names if then fewer names are in only one of them; else return them unchanged.
 
     Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
     """
+    unchanged = CommonNames(a, b, were_converted=False)
     if a.tensors.keys() == b.tensors.keys():
-        return a, b
+        return unchanged
     rules = rules_of(a) or rules_of(b)
     if rules is None:
-        return a, b
+        return unchanged
     try:
         tensors = []
         for view in (a, b):
@@ -162,11 +177,11 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> tuple[ModelView, Mode
             )
             tensors.append(rules.to_model(published_tensors).tensors)
     except (InputError, UnsupportedError):
-        return a, b  # a view is incomplete or has unknown names; its own names show the differences best
+        return unchanged  # a view is incomplete or has unknown names; its own names show the differences best
     before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
     if after >= before:
-        return a, b
-    return replace(a, tensors=tensors[0]), replace(b, tensors=tensors[1])
+        return unchanged
+    return CommonNames(replace(a, tensors=tensors[0]), replace(b, tensors=tensors[1]), were_converted=True)
 
 
 def compare_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
@@ -177,7 +192,9 @@ def compare_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
     ties = TiedNames.from_views(a, b)
     differences: list[dict[str, Any]] = []
     for name in [*a.tensors, *(name for name in b.tensors if name not in a.tensors)]:
-        difference = compare_entries(name, ties.find_entry(name, a, b), ties.find_entry(name, b, a))
+        difference = compare_entries(
+            name, ties.find_entry(name, in_view=a, other_view=b), ties.find_entry(name, in_view=b, other_view=a)
+        )
         if difference is not None:
             differences.append(difference)
     return differences
@@ -208,7 +225,9 @@ def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
     ties = TiedNames.from_views(a, b)
     for view, other in ((a, b), (b, a)):
         for name in view.tensors:
-            partner = None if name in other.tensors else ties.find_counterpart(name, view, other)
+            partner = None
+            if name not in other.tensors:
+                partner = ties.find_counterpart(name, in_view=other, other_view=view)
             if partner is not None:
                 one_sided.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
     return one_sided
@@ -248,28 +267,26 @@ class TiedNames:
         group = self.groups.get(a, {a}) | self.groups.get(b, {b})
         self.groups.update(dict.fromkeys(group, group))
 
-    def find_entry(self, name: str, view: ModelView, other: ModelView) -> TensorEntry | None:
-        """Return the tensor of a name in `view`; if only `other` has the name, the tensor of its counterpart in `view`.
+    def find_entry(self, name: str, *, in_view: ModelView, other_view: ModelView) -> TensorEntry | None:
+        """Return the tensor in `in_view` with this name, or, if only `other_view` has the name, its counterpart.
 
         None if there is none.
         """
-        counterpart = (
-            name if name in view.tensors or name not in other.tensors else self.find_counterpart(name, other, view)
-        )
-        return None if counterpart is None else view.tensors.get(counterpart)
+        counterpart: str | None = name
+        if name not in in_view.tensors and name in other_view.tensors:
+            counterpart = self.find_counterpart(name, in_view=in_view, other_view=other_view)
+        return None if counterpart is None else in_view.tensors.get(counterpart)
 
-    def find_counterpart(self, name: str, source_view: ModelView, view: ModelView) -> str | None:
-        """Return the name in `view` to compare with `name`, which only `source_view` has; None if there is none.
+    def find_counterpart(self, name: str, *, in_view: ModelView, other_view: ModelView) -> str | None:
+        """Return the name in `in_view` to compare with `name`, which only `other_view` has; None if there is none.
 
         Names that are declared tied may be different tensors (T5 v1.1 declares its separate head tied). So a name that
         shares the bytes of `name` comes first, then the source of its own pair, then any other.
         """
-        candidates = sorted(other for other in self.groups.get(name, ()) if other in view.tensors)
-        chunks = source_view.tensors[name].chunks
+        candidates = sorted(other for other in self.groups.get(name, ()) if other in in_view.tensors)
+        chunks = other_view.tensors[name].chunks
         sharing_bytes = [
-            other
-            for other in candidates
-            if other in source_view.tensors and source_view.tensors[other].chunks == chunks
+            other for other in candidates if other in other_view.tensors and other_view.tensors[other].chunks == chunks
         ]
         tied_directly = [other for other in candidates if other in self.sources.get(name, ())]
         return next(iter(sharing_bytes + tied_directly + candidates), None)

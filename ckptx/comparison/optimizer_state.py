@@ -26,7 +26,7 @@ class StatePairs:
     """Training state of two checkpoints, paired for a comparison.
 
     Attributes:
-        pairs: Name on disk of the first tensor, and both tensors, which have equal dtypes and shapes.
+        pairs: Stored name of the first tensor, and both tensors, which have equal dtypes and shapes.
         differences: Entries of `differing` in the report: names, shapes or dtypes that differ.
         is_comparable: False if the two have no name in common; then there are neither pairs nor differences.
     """
@@ -45,10 +45,10 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
     """Pair the training state of two checkpoints.
 
     Args:
-        a: First view, with every block located; its entries have their names on disk.
+        a: First view, with every chunk located; its entries have their stored names.
         b: Second view, with the same requirements.
         ties: Tied names, in the names that are compared.
-        in_model_names: True to compare model names, False to compare names of the views.
+        in_model_names: True if `ties` has model names, which are then compared; False to compare names of the views.
     """
     first, second = (_index_state(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
