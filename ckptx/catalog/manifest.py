@@ -59,7 +59,8 @@ class TensorRecord(NamedTuple):
         file_index: Index of its file in `files` of the manifest; None if it is sharded.
         sharding_index: Index in `Manifest.shardings`; None if it is whole.
         tied_to: Name of the tensor with the same bytes that it is tied to; None if it is not tied.
-        model_name: Name in the model; None if it is the name on disk.
+        model_name: Name that it is loaded as: the model name, or the disk name for a name of a trainer. None if that
+            is the stored name.
     """
 
     dtype: DType

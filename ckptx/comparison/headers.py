@@ -17,9 +17,10 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import describe_prefix
+from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.parameter_count import count_parameters
-from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, trainer_rules, view_model_under
+from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, view_model_under
 from ckptx.options.api import api
 from ckptx.options.diff import DiffOptions
 from ckptx.report.documents.comparison import DiffReport
@@ -171,7 +172,7 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
         tensors = []
         for view in (a, b):
             published_tensors = (
-                trainer_rules(view.trainer_conversions).to_model(view.tensors).tensors
+                TrainerRules(view.trainer_conversions).from_trainer(view.tensors).tensors
                 if view.trainer_conversions
                 else view.tensors
             )

@@ -13,8 +13,9 @@ from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.comparison.headers import TiedNames, compare_entries
+from ckptx.mapping.rules import TrainerRules
 from ckptx.mapping.state_names import ParameterIndex, StateName
-from ckptx.model_view.view import ModelView, rules_of, trainer_rules
+from ckptx.model_view.view import ModelView, rules_of
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
@@ -138,7 +139,7 @@ def _index_state(view: ModelView, in_model_names: bool) -> dict[str, _StateTenso
 
 def _model_name(view: ModelView, name: str) -> str:
     if view.trainer_conversions:
-        name = trainer_rules(view.trainer_conversions).model_name(name) or name
+        name = TrainerRules(view.trainer_conversions).disk_name(name) or name
     rules = rules_of(view)
     return name if rules is None else rules.model_name(name) or name
 

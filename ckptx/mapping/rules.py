@@ -399,6 +399,41 @@ class NameRules:
         return fallback
 
 
+class TrainerRules(NameRules):
+    """Rules between the names of a trainer and disk names.
+
+    Its conversions are from names of the trainer to disk names. `NameRules` would call the names of the trainer "disk"
+    and the disk names "model", so use the methods of this class, whose names state the direction.
+    """
+
+    def disk_name(self, trainer_name: str) -> str | None:
+        """Return the disk name of a tensor of the trainer, the first of several; None if unknown."""
+        return self.model_name(trainer_name)
+
+    def from_trainer(self, tensors: Mapping[str, TensorEntry]) -> RenamedTensors:
+        """Convert tensors from names of the trainer to disk names.
+
+        Raises:
+            InputError, UnsupportedError: See `NameRules.to_model`.
+        """
+        return self.to_model(tensors)
+
+    def to_trainer(
+        self, tensors: Mapping[str, TensorEntry], trainer_names: Iterable[str] | None = None
+    ) -> RenamedTensors:
+        """Convert tensors from disk names to names of the trainer.
+
+        Args:
+            tensors: Tensors by disk name.
+            trainer_names: Names to restore, such as those of an older version of the trainer. Other tensors, and all if
+                it is None, get current names.
+
+        Raises:
+            InputError, UnsupportedError: See `NameRules.to_model`.
+        """
+        return self.to_disk(tensors, trainer_names)
+
+
 class _Converter:
     """Application of conversions to a catalog: gathers the tensors of each run, converts and renames them."""
 

@@ -29,10 +29,10 @@ from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.name_index import fill_pattern, indices_of
 from ckptx.mapping.names import pattern_of, replace_legacy_leaf, split_pattern
 from ckptx.mapping.ops import Conversion, convert
-from ckptx.mapping.rules import NameRules
+from ckptx.mapping.rules import NameRules, TrainerRules
 from ckptx.model_view.config_match import MISSING_LAYER, MISSING_TENSOR, MUST_BE_ABSENT, ConfigMatch, Mismatch
 from ckptx.model_view.padded_vocabulary import find_padded_vocabulary
-from ckptx.model_view.view import ModelView, rules_of, trainer_rules
+from ckptx.model_view.view import ModelView, rules_of
 from ckptx.untrusted.limits import INDEX_IN_NAME
 from ckptx.wording import counted
 
@@ -73,7 +73,7 @@ def _match_tensors(view: ModelView) -> ConfigMatch:
     tensors = view.tensors
     try:
         if view.trainer_conversions:
-            tensors = trainer_rules(view.trainer_conversions).to_model(_without_archives(tensors)).tensors
+            tensors = TrainerRules(view.trainer_conversions).from_trainer(_without_archives(tensors)).tensors
         matcher = _ConfigMatcher(architecture, config, rules, expected, extras)
         return matcher.match({replace_legacy_leaf(name): entry for name, entry in tensors.items()})
     except InputError as error:

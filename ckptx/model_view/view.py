@@ -327,12 +327,6 @@ def _build_rules(architecture: Architecture | None, config: dict[str, Any] | Non
     )
 
 
-def trainer_rules(conversions: tuple[Conversion, ...]) -> NameRules:
-    """Return the rules between trainer names and disk names."""
-    patterns = {name for conversion in conversions for name in conversion.targets}
-    return NameRules(conversions, "", patterns - {name for each in conversions for name in each.sources})
-
-
 def read_valid_manifest(catalog: Catalog, notes: list[str]) -> Manifest | None:
     """Return the manifest of a checkpoint that ckptx wrote; None if there is none or it does not describe the files.
 

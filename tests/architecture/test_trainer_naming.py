@@ -20,7 +20,7 @@ from ckptx.formats.torch_archive import archive as torch_zip
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, blocks_of_stage
 from ckptx.mapping.pull_back import PullBack
-from ckptx.mapping.rules import NameRules
+from ckptx.mapping.rules import TrainerRules
 from ckptx.storage.directory_handle import DirectoryHandle
 from ckptx.storage.files import FilePool
 from ckptx.transfer.executor import execute
@@ -32,8 +32,8 @@ from tests.support.stored_tensors import assert_reads, bits, read
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
 
 
-def rules_of(model: Any) -> NameRules:
-    return NameRules(torchtitan.conversions(type(model).__name__, model.config.to_dict()))
+def rules_of(model: Any) -> TrainerRules:
+    return TrainerRules(torchtitan.conversions(type(model).__name__, model.config.to_dict()))
 
 
 def saved(name: str, path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -81,10 +81,10 @@ def in_torchtitan(disk: dict[str, torch.Tensor], rotated: bool) -> dict[str, tor
 def test_a_hub_checkpoint_in_torchtitans_names_and_back(name: str, rotated: bool, tmp_path: Path) -> None:
     model, disk = saved(name, tmp_path)
     rules = rules_of(model)
-    ours = rules.to_disk(open_checkpoint(tmp_path).tensors)
+    ours = rules.to_trainer(open_checkpoint(tmp_path).tensors)
     assert not ours.unknown
     assert_reads(tmp_path, ours.tensors, in_torchtitan(disk, rotated))
-    back = rules.to_model(ours.tensors)
+    back = rules.from_trainer(ours.tensors)
     assert not back.unknown
     assert_reads(tmp_path, back.tensors, disk)
 
@@ -92,21 +92,21 @@ def test_a_hub_checkpoint_in_torchtitans_names_and_back(name: str, rotated: bool
 def test_names_of_earlier_torchtitan_are_read_and_not_written(tmp_path: Path) -> None:
     model, disk = saved("llama-untied", tmp_path)
     rules = rules_of(model)
-    current = rules.to_disk(open_checkpoint(tmp_path).tensors).tensors
+    current = rules.to_trainer(open_checkpoint(tmp_path).tensors).tensors
     earlier = {
         "output.weight" if name == "lm_head.weight" else name.replace("qkv_linear.", ""): entry
         for name, entry in current.items()
     }
-    renamed = rules.to_model(earlier)
+    renamed = rules.from_trainer(earlier)
     assert not renamed.unknown
     assert_reads(tmp_path, renamed.tensors, disk)
-    assert set(rules.to_disk(renamed.tensors).tensors) == set(current)
-    assert set(rules.to_disk(renamed.tensors, disk_names=earlier).tensors) == set(earlier)
+    assert set(rules.to_trainer(renamed.tensors).tensors) == set(current)
+    assert set(rules.to_trainer(renamed.tensors, trainer_names=earlier).tensors) == set(earlier)
 
 
 def test_attention_with_complex_rotation_is_that_of_transformers(tmp_path: Path) -> None:
     model, disk = saved("llama-fp32", tmp_path)
-    ours = rules_of(model).to_disk(open_checkpoint(tmp_path).tensors).tensors
+    ours = rules_of(model).to_trainer(open_checkpoint(tmp_path).tensors).tensors
     hidden = torch.randn(1, 7, HIDDEN, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(7)[None]
     rotary = LlamaRotaryEmbedding(model.config)
@@ -139,7 +139,7 @@ def test_attention_with_complex_rotation_is_that_of_transformers(tmp_path: Path)
 def test_a_cut_between_heads_is_one_in_torchtitan_too(tmp_path: Path) -> None:
     model, _ = saved("llama-untied", tmp_path)
     rules = rules_of(model)
-    titan = {name: entry.shape for name, entry in rules.to_disk(open_checkpoint(tmp_path).tensors).tensors.items()}
+    titan = {name: entry.shape for name, entry in rules.to_trainer(open_checkpoint(tmp_path).tensors).tensors.items()}
 
     def rows(name: str, shape: Shape) -> tuple[Block, ...]:
         return blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
@@ -159,7 +159,7 @@ def test_a_cut_between_heads_is_one_in_torchtitan_too(tmp_path: Path) -> None:
 def test_experts_cut_by_rows_are_cut_in_torchtitans_one_tensor(tmp_path: Path) -> None:
     model, _ = saved("qwen3-moe", tmp_path)
     rules = rules_of(model)
-    titan = {name: entry.shape for name, entry in rules.to_disk(open_checkpoint(tmp_path).tensors).tensors.items()}
+    titan = {name: entry.shape for name, entry in rules.to_trainer(open_checkpoint(tmp_path).tensors).tensors.items()}
     pull = PullBack(
         rules, titan, lambda name, shape: blocks_of_stage(shape, Placement(0, (shape[0],)), ParallelDims(tp=2), False)
     )
@@ -189,15 +189,17 @@ def test_what_torchtitan_cannot_hold_is_refused(
 def test_heads_of_another_model_are_seen(tmp_path: Path) -> None:
     model, _ = saved("llama-untied", tmp_path)
     config = {**model.config.to_dict(), "num_attention_heads": 5}
-    rules = NameRules(torchtitan.conversions("LlamaForCausalLM", config))
+    rules = TrainerRules(torchtitan.conversions("LlamaForCausalLM", config))
     with pytest.raises(InputError, match=r"q_proj.weight.*does not split into 5 heads"):
-        rules.to_disk(open_checkpoint(tmp_path).tensors)
+        rules.to_trainer(open_checkpoint(tmp_path).tensors)
 
 
 def test_a_head_count_that_fits_by_chance_gives_other_bytes(tmp_path: Path) -> None:
     model, disk = saved("llama-untied", tmp_path)
     config = {**model.config.to_dict(), "num_attention_heads": 2}
-    ours = NameRules(torchtitan.conversions("LlamaForCausalLM", config)).to_disk(open_checkpoint(tmp_path).tensors)
+    ours = TrainerRules(torchtitan.conversions("LlamaForCausalLM", config)).to_trainer(
+        open_checkpoint(tmp_path).tensors
+    )
     weight = read(tmp_path, ours.tensors["layers.0.attention.qkv_linear.wq.weight"])
     expected = in_torchtitan(disk, rotated=True)["layers.0.attention.qkv_linear.wq.weight"]
     assert not torch.equal(bits(weight), bits(expected))
@@ -207,7 +209,7 @@ def test_a_head_count_that_fits_by_chance_gives_other_bytes(tmp_path: Path) -> N
 def test_the_executor_writes_rewritten_tensors_as_any_other(workers: int, tmp_path: Path) -> None:
     model, disk = saved("llama-untied", tmp_path / "hub")
     source = open_checkpoint(tmp_path / "hub")
-    ours = rules_of(model).to_disk(source.tensors)
+    ours = rules_of(model).to_trainer(source.tensors)
     target = dcp_layout.allocate(tmp_path / "titan", ours.tensors.values(), 3)
     plan = plan_copy(
         replace(source, tensors=ours.tensors), target, {name: name for name in ours.tensors},

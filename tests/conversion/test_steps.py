@@ -227,9 +227,20 @@ def test_names_of_the_model_put_experts_together(tmp_path: Path) -> None:
     assert len(named.target.stored_names[fused]) == len(named.naming.sources[fused]) == 4
     assert named.target.written_stored_names() == set(view.tensors)
     assert fused in named.target.source.tensors and fused not in target.source.tensors
-    assert named.naming.model_name(fused) == fused
+    assert named.naming.loaded_name(fused) == fused
     assert named.naming.target_names(view)[NORM] == NORM
     assert not any("experts" in name for name in named.naming.target_names(view))
+
+
+def test_names_are_chosen_before_dtypes_and_copies(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", equal_head(), config=TIED)
+    with source(tmp_path / "hf") as ready:
+        view, ties = decided(ready)
+    target = apply_ties(view, ties.decisions, tied="auto", can_alias=True)
+    cast = {name: entry._replace(dtype=DTYPES_BY_NAME["F64"]) for name, entry in target.tensors.items()}
+    for later in (replace(target, tensors=cast), target.with_copies([HEAD])):
+        with pytest.raises(AssertionError):
+            rename_tensors(view, later, names="model", default=None)
 
 
 def test_names_of_an_unknown_class_stay(tmp_path: Path) -> None:

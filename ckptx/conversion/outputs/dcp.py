@@ -159,9 +159,9 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
 
 
 def _model_names(contents: OutputContents) -> dict[str, str]:
-    """Map output names to model names where they differ."""
+    """Map output names to the names that they are loaded as, where they differ."""
     naming = contents.naming
     if naming.rules is None:
         return {}
-    model_names = {out: naming.model_name(name) for name, out in contents.names.items()}
+    model_names = {out: naming.loaded_name(name) for name, out in contents.names.items()}
     return {out: name for out, name in model_names.items() if name is not None and name != out}

@@ -117,10 +117,10 @@ def _base_dtypes_by_target(
     dtypes = {}
     for name in names:
         # Trainer names map to disk names, which map to model names.
-        disk_name = naming.model_name(name) or name
-        dtype_in_base = next((base[each] for each in (name, disk_name) if each in base), None)
+        loaded_name = naming.loaded_name(name) or name
+        dtype_in_base = next((base[each] for each in (name, loaded_name) if each in base), None)
         if dtype_in_base is None:
-            model_dtypes = dtypes_by_model_name.get((rules and rules.model_name(disk_name)) or disk_name, set())
+            model_dtypes = dtypes_by_model_name.get((rules and rules.model_name(loaded_name)) or loaded_name, set())
             dtype_in_base = next(iter(model_dtypes)) if len(model_dtypes) == 1 else None
         if dtype_in_base is not None:
             dtypes[name] = dtype_in_base

@@ -12,31 +12,33 @@ from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.ops import Conversion
-from ckptx.mapping.rules import NameRules, RenamedTensors
-from ckptx.model_view.view import ModelView, rules_of, trainer_rules
+from ckptx.mapping.rules import NameRules, RenamedTensors, TrainerRules
+from ckptx.model_view.view import ModelView, rules_of
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Map from target names to model names and to the names before renaming.
+    """Map from target names to the names that they are loaded as, and to the names before renaming.
 
     Attributes:
-        rules: Rules to model names, or from the names of a trainer to disk names; None if the class is unknown.
+        rules: Rules from disk names to model names, or, if the target has names of a trainer, `TrainerRules`; None if
+            the class is unknown.
         sources: New name -> old names of the tensors it is made of; empty if no name changed.
     """
 
     rules: NameRules | None
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def model_name(self, name: str) -> str | None:
-        """Return the name of the model tensor that a target tensor is loaded into; None if the model has none.
+    def loaded_name(self, name: str) -> str | None:
+        """Return the name that a target tensor is loaded as; None if the rules do not know the tensor.
 
-        For a name of a trainer, it is the disk name; for an unknown class, the name itself.
+        For a disk or model name, it is the model name; for a name of a trainer, the disk name; for an unknown class,
+        the name itself.
         """
         return name if self.rules is None else self.rules.model_name(name)
 
     def target_names(self, view: ModelView) -> dict[str, str]:
-        """Map view names to target names, for tensors that map one to one."""
+        """Map names in `ModelView.tensors` to target names, for tensors that map one to one."""
         if not self.sources:
             return {name: name for name in view.tensors}
         uses = Counter(name for sources in self.sources.values() for name in sources)
@@ -52,7 +54,7 @@ class SchemeChange:
     Attributes:
         before: Scheme of the source: "hf", "model" or a trainer.
         after: Scheme of the target.
-        conversions: Conversions between the names of the trainer and disk names.
+        conversions: Conversions from names of the trainer to disk names.
     """
 
     before: str
@@ -74,7 +76,7 @@ class NamedTarget:
 
     Attributes:
         target: Target tensors.
-        naming: Map from their names to model names and to their old names.
+        naming: Map from their names to the names they are loaded as, and to their old names.
         notes: Notes for the user.
         scheme_change: Change from or to the names of a trainer; None for no such change.
     """
@@ -91,67 +93,69 @@ def rename_tensors(
     *,
     names: str | None,
     default: str | None,
-    original_names: list[str] | None = None,
+    original_tensor_names: list[str] | None = None,
 ) -> NamedTarget:
     """Rename the tensors of a target to the scheme of `--names`.
 
     Args:
         view: Model in the source.
-        target: Target under the names of the view.
+        target: Target under the names of the view, with the dtypes of the source and without copied aliases.
         names: Value of `--names`; None if not set.
         default: Scheme without `--names`; None keeps names.
-        original_names: Names of the original files that a manifest records; None for none.
+        original_tensor_names: Names of the tensors in the original files that a manifest records; None for none.
 
     Raises:
         UnsupportedError: `--names` is set and the naming of the class is unknown, or ckptx lacks a conversion.
         InputError: Some of the tensors that are combined into one are missing.
     """
-    disk_rules, trainer_to_disk = (
-        rules_of(view),
-        trainer_rules(view.trainer_conversions) if view.trainer_conversions else None,
-    )
+    entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
+    assert all(target.tensors[name].dtype is entry.dtype for name, entry in entries.items())
+    assert not target.copied_aliases
+    disk_to_model = rules_of(view)
+    source_rules = TrainerRules(view.trainer_conversions) if view.trainer_conversions else None
+    source_scheme = _source_scheme(view) if view.trainer_conversions else None
     requested = names or default
     scheme = SCHEMES.get(requested or "")
-    if requested is None or (scheme is not None and trainer_to_disk is not None and scheme == _source_scheme(view)):
-        return NamedTarget(target, NameMap(trainer_to_disk or disk_rules))
-    if disk_rules is None:
+    if requested is None or (scheme is not None and scheme == source_scheme):
+        return NamedTarget(target, NameMap(source_rules or disk_to_model))
+    if disk_to_model is None:
         if names is None:
             return NamedTarget(target, NameMap(None))
         raise UnsupportedError(f"--names {requested}: the naming of this class is unknown; leave out --names")
-    entries = {name: target.source.tensors[target.source_names[name]] for name in target.tensors}
     entries |= {name: entries[stored] for name, stored in target.aliases.items()}
     renamed = RenamedTensors.identity(entries)
-    if trainer_to_disk is not None:
-        renamed = renamed.then(trainer_to_disk.to_model(renamed.tensors))
-    rules = disk_rules
+    if source_rules is not None:
+        renamed = renamed.then(source_rules.from_trainer(renamed.tensors))
     try:
         if requested == "model":
-            renamed = renamed.then(disk_rules.to_model(renamed.tensors))
+            renamed = renamed.then(disk_to_model.to_model(renamed.tensors))
         else:
-            renamed = renamed.then(disk_rules.to_disk(renamed.tensors, original_names))
+            renamed = renamed.then(disk_to_model.to_disk(renamed.tensors, original_tensor_names))
     except UnsupportedError as error:
         if names is not None:
             raise
+        # Names that are as requested need no conversion, so these have the other naming.
         unchanged = "hf" if requested == "model" else "model"
         raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
-    before = "hf" if _is_unchanged(renamed) else "model"
+    change = None
+    if source_scheme is not None:
+        change = SchemeChange(source_scheme.trainer, requested, view.trainer_conversions)
+    rules: NameRules = disk_to_model
     if scheme is not None:
-        rules = _scheme_rules(scheme, view)
-        renamed = renamed.then(rules.to_disk(renamed.tensors))
+        target_rules = _target_rules(scheme, view)
+        if change is None:
+            before = "hf" if _is_unchanged(renamed) else "model"  # `renamed` has disk names so far
+            change = SchemeChange(before, requested, target_rules.conversions)
+        renamed = renamed.then(target_rules.to_trainer(renamed.tensors))
         if renamed.unconverted:
             raise UnsupportedError(
                 f'--names {scheme.trainer}: tensor "{renamed.unconverted[0]}" is quantized, and {scheme.trainer} has '
                 "no names for quantization scales; pass --names hf"
             )
+        rules = target_rules
     notes = tuple(renamed.notes)
     if _is_unchanged(renamed):
         return NamedTarget(target, NameMap(rules), notes)
-    source_scheme = _source_scheme(view) if view.trainer_conversions else None
-    change = None
-    if source_scheme is not None:
-        change = SchemeChange(source_scheme.trainer, requested, view.trainer_conversions)
-    elif scheme is not None:
-        change = SchemeChange(before, requested, tuple(rules.conversions))
     return NamedTarget(_apply_renaming(target, renamed), NameMap(rules, renamed.sources), notes, change)
 
 
@@ -164,18 +168,18 @@ def _source_scheme(view: ModelView) -> TrainerScheme | None:
     return detect_scheme(view.disk_architecture, view.catalog.tensors)
 
 
-def _scheme_rules(scheme: TrainerScheme, view: ModelView) -> NameRules:
+def _target_rules(scheme: TrainerScheme, view: ModelView) -> TrainerRules:
     assert view.disk_architecture is not None and view.config is not None
-    return trainer_rules(scheme.conversions(view.disk_architecture.class_name, view.config))
+    return TrainerRules(scheme.conversions(view.disk_architecture.class_name, view.config))
 
 
 def _apply_renaming(target: TargetTensors, renamed: RenamedTensors) -> TargetTensors:
-    """Return the target under new names; its source gets an entry for each combined or split tensor."""
-    new_names = {sources: name for name, sources in renamed.sources.items()}
+    """Return the target under new names; its source gets an entry for each tensor under its new name."""
+    name_by_sources = {sources: name for name, sources in renamed.sources.items()}
     aliases = {
-        new_names[name,]: new_names[stored,]
+        name_by_sources[(name,)]: name_by_sources[(stored,)]
         for name, stored in target.aliases.items()
-        if (name,) in new_names and (stored,) in new_names
+        if (name,) in name_by_sources and (stored,) in name_by_sources
     }
     tensors = {name: entry for name, entry in renamed.tensors.items() if name not in aliases}
     others = {name: entry for name, entry in target.source.tensors.items() if name not in renamed.tensors}

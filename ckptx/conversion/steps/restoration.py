@@ -16,7 +16,8 @@ from ckptx.errors import InputError
 from ckptx.formats.hf.layout import HuggingFaceLayout
 from ckptx.formats.hf.original_files import plan_recorded_files, record_files
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of, trainer_rules
+from ckptx.mapping.rules import TrainerRules
+from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class RestoredFiles:
             InputError, UnsupportedError: A conversion between disk and model names cannot be reversed.
         """
         if self.view.trainer_conversions:
-            return trainer_rules(self.view.trainer_conversions).to_disk(tensors, list(self.view.tensors)).tensors
+            return TrainerRules(self.view.trainer_conversions).to_trainer(tensors, list(self.view.tensors)).tensors
         rules = rules_of(self.view)
         return tensors if rules is None else rules.to_model(tensors).tensors
 
@@ -166,7 +167,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
         TargetTensors.from_source(view.catalog, view.tensors),
         names=names,
         default="hf",
-        original_names=list(original.tensors),
+        original_tensor_names=list(original.tensors),
     )
     source_names = {new: name for name, new in named_target.naming.target_names(view).items()}
     dropped_names = _dropped_ties(manifest, original, named_target.target, source_names, decisions)

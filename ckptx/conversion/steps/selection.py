@@ -50,7 +50,7 @@ def select_tensors(
         target,
         names=options.names,
         default=output.default_naming(view),
-        original_names=None if original is None else list(original.tensors),
+        original_tensor_names=None if original is None else list(original.tensors),
     )
     wrappers = wrapper_notes(view, are_kept=output.keeps_wrappers and not named_target.naming.sources)
     notes = (*restoration.notes, *record.notes, *named_target.notes, *wrappers)

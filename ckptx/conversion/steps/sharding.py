@@ -78,7 +78,7 @@ def shard_tensors(
     Args:
         view: Model in the source.
         target: Target tensors under their names and with their dtypes.
-        naming: Map from target names to model names.
+        naming: Map from target names to the names that they are loaded as.
         options: Mesh, split of layers into stages, and TP plan.
         ties: Decisions on the tied weights of the source.
         own_files_only: True if each rank reads only its own files, so that replicated tensors and tied names are stored
@@ -106,7 +106,7 @@ def shard_tensors(
             target.tensors,
             target.copied_aliases,
             target.aliases,
-            lambda name: sharder.stages.is_in_layer(naming.model_name(name) or name),
+            lambda name: sharder.stages.is_in_layer(naming.loaded_name(name) or name),
         )
         notes += replication.notes(sharded_model.dims.tp, subject)
     notes += _run_notes(view, sharder, ties)
@@ -126,7 +126,7 @@ def _make_sharder(
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
     stages = StageMap(stacks, dims.pp, options.pp_split, subject, _advice_on_layers(view))
     if user_plan is not None:
-        unmatched = plan.find_unmatched_patterns([naming.model_name(name) or name for name in names])
+        unmatched = plan.find_unmatched_patterns([naming.loaded_name(name) or name for name in names])
         if unmatched:
             others = f", nor do {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
             raise UsageError(
@@ -169,10 +169,10 @@ def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> l
     architecture, config = view.architecture, view.config
     if architecture is None or config is None:
         return []
-    model_names = {name: naming.model_name(name) for name in target.tensors}
-    unused = {each for each in {*model_names.values()} if each is not None and architecture.is_unused(each, config)}
+    loaded_names = {name: naming.loaded_name(name) for name in target.tensors}
+    unused = {each for each in {*loaded_names.values()} if each is not None and architecture.is_unused(each, config)}
     unknown_source_names = set(view.unknown)  # these pass through under their names
-    return [name for name, model_name in model_names.items() if name in unknown_source_names or model_name in unused]
+    return [name for name, loaded in loaded_names.items() if name in unknown_source_names or loaded in unused]
 
 
 def _advice_on_layers(view: ModelView) -> str:

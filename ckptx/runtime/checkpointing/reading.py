@@ -21,14 +21,13 @@ from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.mapping.rules import RenamedTensors
+from ckptx.mapping.rules import RenamedTensors, TrainerRules
 from ckptx.model_view.view import (
     ModelView,
     decide_ties,
     locate_archives,
     resolve_duplicates,
     rules_of,
-    trainer_rules,
     view_model,
     view_model_under,
 )  # fmt: skip
@@ -184,7 +183,7 @@ def open_source(
         view = resolve_duplicates(locate_archives(view, files, lazy=True), files, with_state=False)
         renamed = RenamedTensors.identity(view.tensors)
         if view.trainer_conversions:
-            renamed = renamed.then(trainer_rules(view.trainer_conversions).to_model(renamed.tensors))
+            renamed = renamed.then(TrainerRules(view.trainer_conversions).from_trainer(renamed.tensors))
         rules = rules_of(view)
         if rules is not None:
             renamed = renamed.then(rules.to_model(renamed.tensors))
