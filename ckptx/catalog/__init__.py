@@ -5,7 +5,7 @@ Terms for parts of a tensor, here and in the other packages:
     region    rectangular part of a tensor, as offsets and sizes                             `Region`
     chunk     a region and the position of its bytes in a file; the chunks tile the tensor   `Chunk`
     block     a region that one rank of a mesh stores, with or without a file yet            `Block`
-    replica   chunk or block whose region is also that of another one
+    replica   chunk or block with the region of an earlier one; not among those that tile the tensor
     shard     the slice of a tensor on one rank: one block, or several for a fused tensor
 
 and for parts of a torch archive, which is a zip file:

@@ -1,4 +1,4 @@
-"""A checkpoint as data: its logical tensors, and the location of each of their blocks on disk."""
+"""A checkpoint as data: its logical tensors, and the position of each of their chunks in a file."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Catalog:
         verbatim: Texts of the original files, unchanged, by file name: headers of safetensors, and the index. They are
             needed to write the original files again byte for byte.
         planner_data: `planner_data` of a DCP in one part, carried over unchanged.
-        parts: The directories of a DCP in two parts; empty for everything else.
-        notes: Messages of the reader for the user ("consolidated.safetensors ignored: not in the index").
+        parts: The directories (of model and optimizer) of a DCP in two parts; empty for everything else.
+        notes: Messages of the reader for the user ("consolidated.safetensors ignored: not in the index"). A note on
+            a file begins with its name and a space, so that the file is not listed again as not copied.
         opened_from: Location that was opened, from which `root` can differ, because subdirectories are searched for a
             checkpoint; None for a catalog that was made in memory.
-        storage: Access to the files below `root`; None for a catalog that was made in memory. Use `source`, which also
-            works then.
+        opened_source: Access to the files below `root`; None for a catalog that was made in memory. Use `source`, which
+            also works then.
     """
 
     root: Location
@@ -65,12 +66,12 @@ class Catalog:
     parts: tuple[CheckpointPart, ...] = ()
     notes: list[str] = field(default_factory=list)
     opened_from: Location | None = None
-    storage: Source | None = None
+    opened_source: Source | None = None
 
     @property
     def source(self) -> Source:
         """Access to the files below `root`."""
-        return self.storage if self.storage is not None else LocalSource(local_path(self.root))
+        return self.opened_source if self.opened_source is not None else LocalSource(local_path(self.root))
 
     @property
     def traits(self) -> FormatTraits:
@@ -84,7 +85,8 @@ class Catalog:
         These are safetensors, and `.bin` files with an index or the name `pytorch_model.bin`. A trainer's own `.pt` is
         not published.
         """
-        is_named = self.traits is not BIN or bool(self.verbatim) or set(self.files) == {"pytorch_model.bin"}
+        has_index = bool(self.verbatim)  # that of a `.bin`, which has no other verbatim text
+        is_named = self.traits is not BIN or has_index or set(self.files) == {"pytorch_model.bin"}
         return self.traits.is_published and is_named
 
     @property
@@ -92,6 +94,6 @@ class Catalog:
         """Bytes of tensor data on disk, names that share bytes counted once."""
         sizes: dict[object, int] = {}
         for entry in self.tensors.values():
-            position = entry.position if entry.chunks else entry.name
+            position = entry.position if entry.chunks else entry.name  # equal for names that share bytes
             sizes[position] = max(sizes.get(position, 0), entry.nbytes)
         return sum(sizes.values())

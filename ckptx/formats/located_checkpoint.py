@@ -15,7 +15,8 @@ class LocatedCheckpoint(NamedTuple):
     Attributes:
         source: The directory.
         kind: Name of its `FormatTraits`, see `Catalog.format`.
-        weights: Names of the weight files or of an index; for "dcp" and "sharded" the directories with the parts.
+        weights: Names of the weight files or of an index; for "dcp" and "sharded" directories: ".", or the two of a DCP
+            in two parts.
     """
 
     source: Source

@@ -21,8 +21,8 @@ from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailu
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.fsdp import detect as fsdp
-from ckptx.formats.hf import detect as hf
-from ckptx.formats.hf import reader as huggingface
+from ckptx.formats.hf import detect as hf_detect
+from ckptx.formats.hf import reader as hf_reader
 from ckptx.formats.hf.hf_metadata import find_hf_metadata, read_config
 from ckptx.formats.located_checkpoint import Detect, LocatedCheckpoint
 from ckptx.formats.manifest_file import note_unreadable_manifest
@@ -49,11 +49,11 @@ from ckptx.wording import counted
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged.
-DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf.detect_weights, fsdp.detect)
+DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf_detect.detect_weights, fsdp.detect)
 
 _METADATA = ".metadata"
 # Names that make a directory unsupported even if its subdirectories contain checkpoints.
-_UNSUPPORTED_ITSELF = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
+_UNSUPPORTED_MARKERS = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
 _SEARCH_LEVELS = 2  # levels of subdirectories that are searched for a checkpoint
 
 
@@ -70,13 +70,15 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
     """
     if isinstance(path, str | Path):
         refuse_remote(path)
-        path = LocalSource(path)
-    elif not hasattr(path, "without_cache"):  # a protocol
+        opened: Source = LocalSource(path)
+    elif hasattr(path, "without_cache"):  # `Source` is a protocol that isinstance cannot check
+        opened = path
+    else:
         raise ArgumentTypeError(f"path: {path!r} must be a string or a path")
-    path = path.without_cache()
-    if path.read_kind() not in (None, EntryKind.BROKEN_LINK):
-        _refuse_unfinished(path)  # before the files in it, some of which are missing, are judged
-    located = locate(path)
+    opened = opened.without_cache()
+    if opened.read_kind() not in (None, EntryKind.BROKEN_LINK):
+        _refuse_unfinished(opened)  # before the files in it, some of which are missing, are judged
+    located = locate(opened)
     source = located.source
     _refuse_unfinished(source)
     listing = source.listing()
@@ -87,11 +89,11 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
     if not catalog.tensors:
         raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
     _check_limits(catalog)
-    _refuse_part(located, catalog)
+    _refuse_rank_part(located, catalog)
     note_unreadable_manifest(source, catalog.notes)
-    _add_sidecars(catalog, located)
+    _add_config_and_sidecars(catalog, located)
     catalog.identities = {**identities, **catalog.identities}
-    catalog.opened_from = path.location
+    catalog.opened_from = opened.location
     return catalog
 
 
@@ -109,7 +111,7 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
     """Open the weights of a located checkpoint; headers may correct its format from HF to sharded safetensors."""
     source = located.source
     if located.kind == "dcp":
-        catalog = _open_parts(located)
+        catalog = _open_dcp(located)
     elif located.kind == "sharded":
         catalog = _open_shards(source)
     elif located.kind == "bin":
@@ -117,13 +119,13 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
 
         catalog = open_bin(source, list(located.weights))
         used_files = {*catalog.files, *located.weights}
-        catalog.notes.extend(huggingface.stray_notes(source.listing(), used_files, (".bin",)))
+        catalog.notes.extend(hf_reader.stray_notes(source.listing(), used_files, (".bin",)))
     elif located.kind == "fsdp":
         from ckptx.formats.fsdp.reader import open_fsdp
 
         catalog = open_fsdp(source, located.weights)
     else:
-        opened = huggingface.open_huggingface(source, located.weights[0])
+        opened = hf_reader.open_huggingface(source, located.weights[0])
         if opened is None:
             located = LocatedCheckpoint(source, "sharded", (".",))
         catalog = _open_shards(source) if opened is None else opened
@@ -141,11 +143,11 @@ def _read_shapes(source: Source, location: Location) -> Shapes | None:
         return None
 
 
-def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
-    """Refuse a file or directory that is one rank's part of a checkpoint.
+def _refuse_rank_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
+    """Refuse a file or directory that holds what one rank stored of a checkpoint.
 
     Raises:
-        UnsupportedError: It is a part.
+        UnsupportedError: It is one.
     """
     source, read_shapes = located.source, partial(_read_shapes, located.source)
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
@@ -155,11 +157,11 @@ def _refuse_part(located: LocatedCheckpoint, catalog: Catalog) -> None:
     refuse_part_directory(source, shapes, read_shapes, metadata)
 
 
-def _header_metadata(catalog: Catalog, weights: str) -> dict[str, Any]:
+def _header_metadata(catalog: Catalog, file: str) -> dict[str, Any]:
     """Return `__metadata__` in the header of a safetensors file; empty without one, and for other files."""
-    text = catalog.verbatim.get(weights, "")
+    text = catalog.verbatim.get(file, "")
     try:
-        found = json.loads(text).get("__metadata__") if text and not weights.endswith(".json") else None
+        found = json.loads(text).get("__metadata__") if text and not file.endswith(".json") else None
     except (ValueError, AttributeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -178,11 +180,12 @@ def _check_limits(catalog: Catalog) -> None:
         )
 
 
-def _add_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
+def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
+    """Set config, sidecars and their identities, and add notes on files that are not copied."""
     source = located.source
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)
-    if catalog.config is not None:  # the sidecars are in that directory, too
+    if catalog.config is not None:  # conversions take the sidecars from `hf_metadata`, too
         _note_dropped_files(catalog, list_trainer_files(source))
         return
     catalog.config = read_config(source)
@@ -216,7 +219,7 @@ def _has_own_directory(located: LocatedCheckpoint) -> bool:
     weights = located.weights[0]
     return (
         not TRAITS_BY_FORMAT[located.kind].is_published
-        or weights in hf.WHOLE_CHECKPOINT_NAMES
+        or weights in hf_detect.WHOLE_CHECKPOINT_NAMES
         or weights.endswith(".index.json")
     )
 
@@ -227,7 +230,7 @@ def _open_shards(source: Source) -> Catalog:
     return open_sharded(source)
 
 
-def _open_parts(located: LocatedCheckpoint) -> Catalog:
+def _open_dcp(located: LocatedCheckpoint) -> Catalog:
     """Open a DCP of one part or two; the catalog combines the names and files of both.
 
     The model may be in sharded safetensors next to the DCP of its optimizer.
@@ -241,7 +244,7 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
         (part, open_dcp(part_source) if source.listing().is_file(f"{part}/{_METADATA}") else _open_shards(part_source))
         for part, part_source in ((part, source.with_location(source.location / part)) for part in located.weights)
     ]
-    merged = Catalog(located.root, "dcp", {}, storage=source)
+    merged = Catalog(located.root, "dcp", {}, opened_source=source)
     for part, catalog in parts:
         is_second, relocation = part == located.weights[1], _Relocation(part)
         names: dict[str, str] = {}
@@ -267,7 +270,7 @@ def _open_parts(located: LocatedCheckpoint) -> Catalog:
 
 
 class _Relocation:
-    """Moves tensors to a subdirectory of the catalog; objects shared by equally sharded tensors stay shared."""
+    """Prefixes the file names of tensors with a directory; tuples of names that tensors share stay shared."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -299,7 +302,7 @@ def _optimizer_name(name: str) -> str:
 
 
 def locate(source: Source) -> LocatedCheckpoint:
-    """Find the checkpoint at a location, which may be a file, without opening it.
+    """Find the checkpoint at a location, which may be a file, without keeping it open.
 
     Raises:
         InputError: There is no checkpoint, or more than one; the message lists them.
@@ -322,7 +325,7 @@ def locate(source: Source) -> LocatedCheckpoint:
     if len(candidates) == 1:
         return next(iter(candidates.values()))
     if candidates:
-        complete = complete_directories(source, list(candidates), read_shapes)
+        complete = complete_directories(source, list(candidates), read_shapes)  # raises if it would be empty
         listed = ", ".join(str(path / name) for name in complete[:8])
         more = f" and {len(complete) - 8} more" if len(complete) > 8 else ""
         part_count = len(candidates) - len(complete)
@@ -346,7 +349,7 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     if not (name.endswith(".safetensors") and files_with_sharding_info(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):
-        return hf.locate_by_header(source, name)
+        return hf_detect.locate_by_header(source, name)
     if name == _METADATA:
         return LocatedCheckpoint(source, "dcp", (".",))
     if name.endswith((".bin", ".bin.index.json", ".pt", ".pth")):
@@ -360,7 +363,7 @@ def _locate_directory(source: Source) -> LocatedCheckpoint | None:
         located = detect(source, read_shapes)
         if located is not None:
             return located
-    refuse_directory(source.location, [name for name in source.listing() if _UNSUPPORTED_ITSELF.fullmatch(name)])
+    refuse_directory(source.location, [name for name in source.listing() if _UNSUPPORTED_MARKERS.fullmatch(name)])
     dcp.refuse_interrupted(source)
     return None
 

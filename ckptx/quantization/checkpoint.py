@@ -113,7 +113,7 @@ def open_dequantized(catalog: Catalog, dtype: str = "BF16") -> Catalog:
     return replace(
         checkpoint.catalog,
         config=checkpoint.config,
-        storage=ComputedSource(catalog.source, checkpoint.decoded.decoder_by_file),
+        opened_source=ComputedSource(catalog.source, checkpoint.decoded.decoder_by_file),
     )
 
 

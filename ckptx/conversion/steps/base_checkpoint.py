@@ -144,7 +144,12 @@ def _adjacent_base(source: Catalog) -> BaseCheckpoint:
     if metadata.config is None:
         return BaseCheckpoint(source, None, source.config, metadata.dtypes, metadata.file_numbers)
     base = Catalog(
-        directory.location, "huggingface", {}, config=metadata.config, sidecars=metadata.sidecars, storage=directory
+        directory.location,
+        "huggingface",
+        {},
+        config=metadata.config,
+        sidecars=metadata.sidecars,
+        opened_source=directory,
     )
     base.identities = {**directory.read_identities(sidecar.name for sidecar in metadata.sidecars), **identities}
     note = f"using config, tokenizer and other files from {directory.location.name} in the source"
@@ -172,7 +177,7 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
         except InputError:
             # A directory with only config and tokenizer is a valid base.
             identities = source.read_identities(("config.json",))
-            base = Catalog(root, "huggingface", {}, config=read_config(source), storage=source)
+            base = Catalog(root, "huggingface", {}, config=read_config(source), opened_source=source)
             found_sidecars = list_sidecars(source, frozenset())
             base.sidecars, base.identities = found_sidecars.copied, {**found_sidecars.identities, **identities}
     else:

@@ -50,7 +50,7 @@ def open_dcp(source: Source) -> Catalog:
     """
     with without_garbage_collection():
         root = source.location
-        catalog = Catalog(root, "dcp", {}, identities=source.read_identities((METADATA,)), storage=source)
+        catalog = Catalog(root, "dcp", {}, identities=source.read_identities((METADATA,)), opened_source=source)
         data = _read_metadata(source)
         metadata = parse_own_metadata(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
         shardings, locations = _MetadataChecker(root), metadata.locations

@@ -47,7 +47,7 @@ def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
     """
     rank_files = [found for name in names if (found := parse_rank_file(name)) is not None]
     _check_ranks(source, rank_files)
-    catalog = Catalog(source.location, "fsdp", {}, storage=source)
+    catalog = Catalog(source.location, "fsdp", {}, opened_source=source)
     state_dicts = _StateDicts()
     with without_garbage_collection():
         for file in rank_files:

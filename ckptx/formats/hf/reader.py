@@ -67,7 +67,7 @@ def _open_files(source: Source, names: list[str], index: str | None = None) -> C
         index: Name of the index that lists them; None for a single file.
     """
     root = source.location
-    catalog = Catalog(root, "huggingface", {}, storage=source)
+    catalog = Catalog(root, "huggingface", {}, opened_source=source)
     file_of_tensor: dict[str, str] = {}
     files_with_info: set[str] = set()
     regions: dict[Shape, Region] = {}

@@ -53,7 +53,7 @@ def open_bin(source: Source, names: Sequence[str]) -> Catalog:
 
 
 def _open_files(source: Source, names: Sequence[str]) -> Catalog:
-    catalog = Catalog(source.location, BIN.name, {}, storage=source)
+    catalog = Catalog(source.location, BIN.name, {}, opened_source=source)
     entries: dict[str, TensorEntry] = {}
     with source.open() as files:
         for name in names:

@@ -58,7 +58,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
         UnsupportedError: See `read_sharding_info`; or shards are split at too many positions to be checked.
     """
     root, names = source.location, _shard_files(source)
-    catalog = Catalog(root, "sharded", {}, storage=source)
+    catalog = Catalog(root, "sharded", {}, opened_source=source)
     recorded_shapes = _recorded_shapes(source, names, catalog.notes)
     with without_garbage_collection():
         headers = _ShardHeaders(root)
