@@ -224,24 +224,24 @@ def replace_dtypes(view: ModelView, cast_dtypes: dict[str, DType]) -> ModelView:
     return replace(view, tensors=tensors)
 
 
-class _BlockSink:
-    """Sink that keeps one block of a tensor and discards the rest.
+class _LeafSink:
+    """Sink that keeps the bytes of one leaf of the digest of a tensor and discards the rest.
 
     Attributes:
-        block_bytes: Bytes of the block with index `block`; blocks are the leaves of the digest, of `LEAF_NBYTES` each.
+        leaf_bytes: Bytes of the leaf with index `leaf`; a leaf has `LEAF_NBYTES` or, at the end, fewer.
     """
 
-    def __init__(self, block: int) -> None:
-        self.block_bytes = bytearray()
-        self._position, self._block = 0, block
+    def __init__(self, leaf: int) -> None:
+        self.leaf_bytes = bytearray()
+        self._position, self._leaf = 0, leaf
         self._buffer = memoryview(bytearray(_BUFFER))
 
     def space(self, nbytes: int) -> memoryview:
         return self._buffer[: min(nbytes, LEAF_NBYTES - self._position % LEAF_NBYTES)]
 
     def commit(self, view: memoryview) -> None:
-        if self._position // LEAF_NBYTES == self._block:
-            self.block_bytes += view
+        if self._position // LEAF_NBYTES == self._leaf:
+            self.leaf_bytes += view
         self._position += len(view)
 
 
@@ -274,7 +274,7 @@ class _Comparison:
         max_memory: Limit for the buffers of strided reads of all threads together, in bytes.
         bytes_read: Bytes read from both checkpoints.
         records_without_crc: Number of archive records without a CRC-32.
-        overflow_counts: Number of elements that casts of the reference made infinite or zero, by tensor.
+        overflow_counts: Overflows and underflows in the casts of the reference, by tensor.
         _differences: Entry of the report for each pair that differs, by index in `pairs`.
         _errors: Exceptions of the threads; the first is raised by `run`.
     """
@@ -329,7 +329,7 @@ class _Digests:
 
     Attributes:
         readers: Readers of both checkpoints.
-        overflow_counts: Number of elements that casts made infinite or zero, by tensor.
+        overflow_counts: Overflows and underflows in the casts, by tensor.
         _leaves: Leaves of the digests so far, by side, location of the bytes and dtype after the cast.
     """
 
@@ -353,22 +353,26 @@ def _compare(pair: _Pair, digests: _Digests) -> dict[str, Any] | None:
     leaves = [digests.leaves_of(pair, side) for side in range(2)]
     if leaves[0] == leaves[1]:
         return None
-    block = next(i for i, (x, y) in enumerate(zip(*leaves, strict=True)) if x != y)
-    block_bytes = []
+    leaf = next(i for i, (x, y) in enumerate(zip(*leaves, strict=True)) if x != y)
+    leaf_bytes = []
     for reader, entry in zip(digests.readers, (pair.a, pair.b), strict=True):
-        sink = _BlockSink(block)
+        sink = _LeafSink(leaf)
         stream_cast(reader, entry, full_region(entry.shape), pair.dtype, sink)
-        block_bytes.append(sink.block_bytes)
-    return {"name": pair.name, "what": "content"} | _locate_difference(pair, block, *block_bytes)
+        leaf_bytes.append(sink.leaf_bytes)
+    return {"name": pair.name, "what": "content"} | _locate_difference(pair, leaf, *leaf_bytes)
 
 
-def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> dict[str, Any]:
-    """Return index and bytes of the first element that differs, and a phrase with the number of differing elements.
+def _locate_difference(pair: _Pair, leaf: int, a: bytearray, b: bytearray) -> dict[str, Any]:
+    """Return index and bytes of the first element that differs, and the number of differing elements in its leaf.
 
-    Elements are counted in the block of the first one only.
+    `differing_elements` is a phrase with this number. Bytes are in hex, most significant first. Of elements that
+    share a byte, the first is in its lowest bits; for these, the whole byte is shown.
 
-    Bytes are in hex, most significant first. For elements smaller than a byte, the first is in the lowest bits, and the
-    first differing byte is shown.
+    Args:
+        pair: Pair whose bytes differ.
+        leaf: Index of the first leaf that differs.
+        a: Bytes of this leaf in the first tensor.
+        b: Bytes of this leaf in the second tensor.
     """
     import numpy as np
 
@@ -377,7 +381,7 @@ def _locate_difference(pair: _Pair, block: int, a: bytearray, b: bytearray) -> d
     first = np.frombuffer(a, np.uint8).reshape(-1, width)
     second = np.frombuffer(b, np.uint8).reshape(-1, width)
     different = np.flatnonzero((first != second).any(axis=1))
-    elements = block * LEAF_NBYTES // width + different
+    elements = leaf * LEAF_NBYTES // width + different
     if bits < 8:
         flipped = np.unpackbits((first ^ second)[different], axis=1, bitorder="little")
         at_byte, at_bit = flipped.nonzero()

@@ -235,11 +235,11 @@ def test_numbers_that_a_cast_makes_infinite_are_noted(
 
 @settings(deadline=None)
 @given(st.binary(min_size=40, max_size=70), st.integers(0, 4), st.lists(st.integers(1, 50), min_size=1))
-def test_one_block_is_kept_in_whatever_parts_it_comes(data: bytes, block: int, requests: list[int]) -> None:
+def test_one_leaf_is_kept_in_whatever_parts_it_comes(data: bytes, leaf: int, requests: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bits, "LEAF_NBYTES", 16)
         patch.setattr(bits, "_BUFFER", 12)
-        sink = bits._BlockSink(block)
+        sink = bits._LeafSink(leaf)
         position = step = 0
         while position < len(data):
             view = sink.space(min(requests[step % len(requests)], len(data) - position))
@@ -247,7 +247,7 @@ def test_one_block_is_kept_in_whatever_parts_it_comes(data: bytes, block: int, r
             view[:] = data[position : position + len(view)]
             sink.commit(view)
             position, step = position + len(view), step + 1
-        assert sink.block_bytes == data[16 * block : 16 * block + 16]
+        assert sink.leaf_bytes == data[16 * leaf : 16 * leaf + 16]
 
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
