@@ -70,9 +70,9 @@ class ConversionOptions(
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, and tensors "
-            "that the model class in transformers, or a --base that you pass and that has several dtypes, keeps in "
-            "fp32.",
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, optimizer "
+            "state, and tensors that the model class in transformers, or a --base that you pass and that has several "
+            "dtypes, keeps in fp32.",
             OUTPUT_CHECKPOINT,
             spellings=DTYPE_SPELLINGS,
         ),
