@@ -145,3 +145,41 @@ def _split_into_slabs(groups: list[_Slab], budget: list[int]) -> list[_Slab] | N
     return [
         (begin, end - begin, inside) for (begin, end), inside in zip(pairwise(points), members, strict=True) if inside
     ]
+
+
+def flat_range_regions(shape: Shape, begin: int, end: int) -> list[Region]:
+    """Return the regions of a range of the row-major elements of a tensor, in the order of its elements.
+
+    Args:
+        shape: Shape of the tensor, without dims of size 0.
+        begin: Index of the first element.
+        end: Index after the last element; not before `begin`.
+
+    Returns:
+        At most 2n - 1 regions for n dims: parts of rows at both ends, and whole rows between them.
+
+    Example:
+        Elements 1 to 8 of shape (3, 4) are [0:1, 1:4], [1:2, 0:4] and [2:3, 0:1], for `begin` 1 and `end` 9.
+    """
+    if begin == end:
+        return []
+    if len(shape) < 2:
+        return [Region((begin,), (end - begin,)) if shape else Region((), ())]
+    row = prod(shape[1:])
+    first, first_offset = divmod(begin, row)
+    last, last_offset = divmod(end, row)
+    if first == last:
+        return _regions_in_row(shape, first, first_offset, last_offset)
+    regions: list[Region] = []
+    if first_offset:
+        regions += _regions_in_row(shape, first, first_offset, row)
+        first += 1
+    if first < last:
+        regions.append(Region((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
+    return regions + _regions_in_row(shape, last, 0, last_offset)
+
+
+def _regions_in_row(shape: Shape, index: int, begin: int, end: int) -> list[Region]:
+    return [
+        Region((index, *region.offsets), (1, *region.sizes)) for region in flat_range_regions(shape[1:], begin, end)
+    ]

@@ -1,1 +1,1 @@
-"""Detect, open and plan checkpoints: DCP, HF, sharded safetensors, per-rank FSDP files, `torch.save` archives."""
+"""Detect, open and plan checkpoints: DCP, HF, sharded safetensors, FSDP and DeepSpeed files, `torch.save` archives."""

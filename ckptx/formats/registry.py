@@ -20,6 +20,7 @@ from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
+from ckptx.formats.deepspeed import detect as deepspeed
 from ckptx.formats.fsdp import detect as fsdp
 from ckptx.formats.hf import detect as hf_detect
 from ckptx.formats.hf import reader as hf_reader
@@ -49,7 +50,13 @@ from ckptx.wording import counted
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged.
-DETECTORS: tuple[Detect, ...] = (dcp.detect, sharded.detect, hf_detect.detect_weights, fsdp.detect)
+DETECTORS: tuple[Detect, ...] = (
+    dcp.detect,
+    sharded.detect,
+    hf_detect.detect_weights,
+    fsdp.detect,
+    deepspeed.detect,
+)
 
 _METADATA = ".metadata"
 # Names that make a directory unsupported even if its subdirectories contain checkpoints.
@@ -124,6 +131,10 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
         from ckptx.formats.fsdp.reader import open_fsdp
 
         catalog = open_fsdp(source, located.weights)
+    elif located.kind == "deepspeed":
+        from ckptx.formats.deepspeed.reader import open_deepspeed
+
+        catalog = open_deepspeed(source, located.weights)
     else:
         opened = hf_reader.open_huggingface(source, located.weights[0])
         if opened is None:
@@ -343,9 +354,10 @@ def locate(source: Source) -> LocatedCheckpoint:
 def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     if is_shard(name):
         return LocatedCheckpoint(source, "sharded", (".",))
-    ranks = fsdp.locate_by_file(source, name)
-    if ranks is not None:
-        return ranks
+    for locate_by_file in (fsdp.locate_by_file, deepspeed.locate_by_file):
+        located = locate_by_file(source, name)
+        if located is not None:
+            return located
     if not (name.endswith(".safetensors") and files_with_sharding_info(source, [name])):
         refuse_file(source, name)
     if name.endswith((".safetensors", ".safetensors.index.json")):

@@ -49,7 +49,7 @@ _REPOSITORY_FILE = re.compile(
 _TRAINER_STATE = re.compile(
     r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
     r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
-    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_fp32\.py|train_state\.(pt|json)|"
+    r"custom_checkpoint_\d+\.pkl|common\.pt|metadata\.json|latest|zero_to_(fp32|torch)\.py|train_state\.(pt|json)|"
     r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
 )

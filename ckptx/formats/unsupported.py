@@ -35,6 +35,8 @@ class UnsupportedKind(NamedTuple):
     is_whole_if_single: bool = False
 
 
+SAVE_WHERE_TRAINED = "save its weights with save_pretrained or save_16bit_model where it was trained"
+
 # In the order of precedence: names of one framework before suffixes that many frameworks use.
 UNSUPPORTED_KINDS = (
     UnsupportedKind(
@@ -48,18 +50,30 @@ UNSUPPORTED_KINDS = (
         "merge it into its base first",
     ),
     UnsupportedKind(
-        r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt"
-        r"|mp_rank_\d+_model_states\.pt"
-        r"|layer_\d+-model_\d+-model_states\.pt"
-        r"|(expert|layer_\d+_expert)_\d+(_expert_\d+)?_mp_rank_\d+_(model|optim)_states\.pt"
-        r"|latest_universal|global_step\d+_universal",
-        "a DeepSpeed checkpoint",
-        "run the zero_to_fp32.py next to it with --safe_serialization and pass the directory it writes",
+        r"layer_\d+-model_\d+-model_states\.pt",
+        "a DeepSpeed checkpoint of pipeline stages",
+        SAVE_WHERE_TRAINED,
+    ),
+    UnsupportedKind(
+        r"(expert|layer_\d+_expert)_\d+(_expert_\d+)?_mp_rank_\d+_(model|optim)_states\.pt"
+        r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt",
+        "a DeepSpeed checkpoint of a mixture of experts",
+        SAVE_WHERE_TRAINED,
+    ),
+    UnsupportedKind(
+        r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_(0[1-9]|[1-9]\d+)_(model|optim)_states\.pt",
+        "a DeepSpeed checkpoint with tensor parallelism",
+        SAVE_WHERE_TRAINED,
+    ),
+    UnsupportedKind(
+        r"latest_universal|global_step\d+_universal",
+        "a DeepSpeed universal checkpoint",
+        "pass the checkpoint it was made from",
     ),
     UnsupportedKind(
         r"exp_avg_sq\.pt|exp_avg\.pt|fp32\.pt",
         "a parameter of a DeepSpeed universal checkpoint",
-        "run zero_to_fp32.py with --safe_serialization on the checkpoint it was made from and pass its output",
+        "pass the checkpoint it was made from",
     ),
     UnsupportedKind(
         STATE_FILE_PATTERN,
@@ -156,6 +170,12 @@ def _compiled_kinds() -> list[tuple[re.Pattern[str], UnsupportedKind]]:
 def kind_of_name(name: str) -> UnsupportedKind | None:
     """Return the unsupported format of a file or directory name, or None."""
     return next((kind for pattern, kind in _compiled_kinds() if pattern.fullmatch(name)), None)
+
+
+def is_unsupported_deepspeed(name: str) -> bool:
+    """Return True if a name is that of a DeepSpeed file that makes the directory an unsupported checkpoint."""
+    kind = kind_of_name(name)
+    return kind is not None and kind.next_step is SAVE_WHERE_TRAINED
 
 
 def is_unsupported_weights(name: str) -> bool:

@@ -58,7 +58,7 @@ class HubOptions(Options):
 
 
 class SourcePrefixOptions(Options):
-    """Option for the tensor names of a training checkpoint: a DCP, per-rank FSDP files or a `torch.save` file."""
+    """Option for the tensor names of a training checkpoint: a DCP, per-rank FSDP files, DeepSpeed or `torch.save`."""
 
     source_prefix: Annotated[str, SOURCE_PREFIX] = "auto"
 
@@ -79,8 +79,8 @@ class SourcePrefixOptions(Options):
         """
         if self.source_prefix_or_none is not None and not source.is_training_format:
             raise UsageError(
-                "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files or a file of torch.save); "
-                f"{subject} is not one (format: {format_text(source.name)}); leave out --source-prefix"
+                "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files, DeepSpeed or a file of "
+                f"torch.save); {subject} is not one (format: {format_text(source.name)}); leave out --source-prefix"
             )
 
 

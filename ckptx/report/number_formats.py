@@ -46,6 +46,7 @@ _FORMAT_NAMES = {
     "dcp": "DCP",
     "sharded": "sharded safetensors",
     "fsdp": "per-rank FSDP files",
+    "deepspeed": "DeepSpeed ZeRO",
     "bin": "pytorch_model.bin",
     "torch-save": "torch.save dict",
 }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a command imports only the report that it returns
 T = TypeVar("T")
 
 _MAX_ROWS = 20
+_MAX_ALIAS_NAMES = 4  # names of one tensor
 _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 # Action of a tie -> how its names are stored.
 _TIE_RESULTS = {
@@ -239,7 +240,7 @@ def inspect_text(report: InspectionReport) -> str:
         )
     if report.objects:
         lines.append(f"  objects       {report.objects} pickled, not loaded")
-    lines += [f"  alias         {' = '.join(reversed(names))}" for names in _first_rows(report.alias_groups)]
+    lines += [f"  alias         {_alias_text(names[::-1])}" for names in _first_rows(report.alias_groups)]
     lines += [
         f"  tied          {' = '.join(names)}, stored as copies, counted once in parameters"
         for names in _first_rows(report.tied_groups)
@@ -276,6 +277,12 @@ def inspect_text(report: InspectionReport) -> str:
     if report.html:
         lines.append(f"  page          {report.html}")
     return "\n".join(lines)
+
+
+def _alias_text(names: Sequence[str]) -> str:
+    """Return the names of one tensor: `a = b`, or `a = b = c = d, and 8 more`."""
+    more = f", and {len(names) - _MAX_ALIAS_NAMES:,} more" if len(names) > _MAX_ALIAS_NAMES else ""
+    return " = ".join(names[:_MAX_ALIAS_NAMES]) + more
 
 
 def _tensor_total_text(report: InspectionReport) -> str:

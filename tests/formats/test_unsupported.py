@@ -24,19 +24,26 @@ from tests.support.memory_storage import MemoryPath
 WRITTEN = {
     "torch, use_collectives=False": (["__0.metadata", "__0_0.distcp", "__1.metadata"], "saved without collectives"),
     "torch, _experimental": (["checkpoint_0.pt", "checkpoint_1.pt"], "_experimental"),
-    "DeepSpeed ZeRO": (
-        ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        "a DeepSpeed checkpoint",
+    "DeepSpeed tensor parallelism": (
+        ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
+        "a DeepSpeed checkpoint with tensor parallelism",
     ),
-    "DeepSpeed ZeRO-3": (["zero_pp_rank_0_mp_rank_00_model_states.pt"], "a DeepSpeed checkpoint"),
-    "DeepSpeed bf16": (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a DeepSpeed checkpoint"),
-    "DeepSpeed pipeline": (["layer_00-model_00-model_states.pt"], "a DeepSpeed checkpoint"),
-    "DeepSpeed experts": (["layer_0_expert_3_mp_rank_00_model_states.pt"], "a DeepSpeed checkpoint"),
-    "DeepSpeed, its top directory": (
-        ["latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"],
-        "a DeepSpeed checkpoint",
+    "DeepSpeed tensor parallelism, ZeRO-3": (
+        ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"],
+        "a DeepSpeed checkpoint with tensor parallelism",
     ),
-    "DeepSpeed universal": (["latest_universal", "global_step5_universal/zero/w/fp32.pt"], "a DeepSpeed checkpoint"),
+    "DeepSpeed pipeline": (
+        ["layer_00-model_00-model_states.pt", "mp_rank_00_model_states.pt"],
+        "a DeepSpeed checkpoint of pipeline stages",
+    ),
+    "DeepSpeed experts": (
+        ["layer_0_expert_3_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"],
+        "a DeepSpeed checkpoint of a mixture of experts",
+    ),
+    "DeepSpeed universal": (
+        ["latest_universal", "global_step5_universal/zero/w/fp32.pt"],
+        "a DeepSpeed universal checkpoint",
+    ),
     "DeepSpeed universal, one parameter": (["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"], "DeepSpeed universal"),
     "verl, saved without its model": (
         ["optim_world_size_8_rank_0.pt", "fsdp_config.json", "huggingface/config.json"],

@@ -1,0 +1,50 @@
+"""Names of the files that DeepSpeed's engine saves.
+
+    latest                                                  name of the newest directory, as text
+    global_step1000/
+      mp_rank_00_model_states.pt                            stages 0 to 2: the weights
+      zero_pp_rank_3_mp_rank_00_model_states.pt             stage 3: buffers and frozen parameters of data rank 3
+      bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt        stages 1 to 3: masters and moments of data rank 3
+
+The number after `mp_rank_` is the rank of tensor parallelism. The files of the optimizer begin with `bf16_` if bf16 is
+enabled, and with `fp16_` in older releases.
+
+Source: `deepspeed/runtime/engine.py` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
+LATEST = "latest"
+_NUMBER = r"(0|[1-9]\d{0,5})"
+_RANK_FILE = re.compile(rf"((?:bf16_|fp16_)?)zero_pp_rank_{_NUMBER}_mp_rank_00_(model|optim)_states\.pt")
+
+
+class ZeroFile(NamedTuple):
+    """The parts of a file name of one data rank.
+
+    Attributes:
+        rank: Data parallel rank that wrote the file.
+        kind: "model" or "optim".
+        prefix: "", "bf16_" or "fp16_".
+        name: The name.
+    """
+
+    rank: int
+    kind: str
+    prefix: str
+    name: str
+
+
+def parse_zero_file(name: str) -> ZeroFile | None:
+    """Return the parts of a file name of one data rank without tensor parallelism; None for any other name."""
+    match = _RANK_FILE.fullmatch(name)
+    return None if match is None else ZeroFile(int(match[2]), match[3], match[1], name)
+
+
+def is_deepspeed_file(name: str) -> bool:
+    """Return True for a file of a checkpoint without tensor parallelism, pipeline stages or experts."""
+    return name == MODEL_FILE or parse_zero_file(name) is not None

@@ -1,0 +1,138 @@
+"""Chunks of tensors that ZeRO stores as ranges of flat tensors, one flat tensor per rank.
+
+A parameter is a range of elements, in row-major order. Stages 1 and 2 concatenate the parameters of a group and split
+the result into equal parts; stage 3 splits each parameter, and concatenates the parts of a rank:
+
+    element k of a parameter is on rank (shift + k) // part, there at first + (shift + k) % part
+
+    stages 1 and 2    part: length of a flat tensor    shift: elements before the parameter    first: 0
+    stage 3           part: ceil(numel / ranks)        shift: 0    first: length of the parts before, on one rank
+
+A range that begins or ends within a row is several regions (`flat_range_regions`). The chunks of a tensor are created
+when they are read, because a checkpoint of 512 ranks has a million of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple, overload
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, Record
+from ckptx.catalog.region import Region, Shape, flat_range_regions, full_region
+
+
+class FlatPart(NamedTuple):
+    """One flat tensor, on one rank.
+
+    Attributes:
+        dtype: Dtype of its elements.
+        numel: Number of its elements.
+        file: File name.
+        offset: Position of its first element in the file, in bytes.
+        record: The checksummed record that contains it.
+    """
+
+    dtype: DType
+    numel: int
+    file: str
+    offset: int
+    record: Record
+
+
+class _Piece(NamedTuple):
+    """A region of a parameter on one rank; `position` is the index of its first element, relative to `first`."""
+
+    rank: int
+    position: int
+    region: Region
+
+
+class FlatLayout:
+    """Positions of the elements of a parameter in the flat tensors of all ranks.
+
+    Attributes:
+        shape: Shape of the parameter.
+        shift: See the module.
+        part: See the module; at least 1.
+    """
+
+    __slots__ = ("_pieces", "part", "shape", "shift")
+
+    def __init__(self, shape: Shape, shift: int, part: int) -> None:
+        self.shape, self.shift, self.part = shape, shift, part
+        self._pieces: tuple[_Piece, ...] | None = None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that hold elements of the parameter."""
+        numel = prod(self.shape)
+        first = self.shift // self.part
+        return range(first, (self.shift + numel - 1) // self.part + 1) if numel else range(0)
+
+    @property
+    def pieces(self) -> tuple[_Piece, ...]:
+        """The regions of all ranks, in the order of their elements."""
+        if self._pieces is None:
+            self._pieces = tuple(self._split())
+        return self._pieces
+
+    def _split(self) -> Iterator[_Piece]:
+        numel = prod(self.shape)
+        for rank in self.ranks:
+            begin = max(rank * self.part - self.shift, 0)
+            end = min((rank + 1) * self.part - self.shift, numel)
+            for region in flat_range_regions(self.shape, begin, end):
+                yield _Piece(rank, self.shift + begin - rank * self.part, region)
+                begin += region.numel
+
+
+class FlatChunks(Sequence[Chunk]):
+    """The chunks of one tensor in the flat tensors of all ranks, created on access.
+
+    Attributes:
+        layout: Positions of the elements; tensors of one parameter share it.
+        parts: The flat tensor of each rank.
+        first: Index of the first element of the tensor in the flat tensors, see the module.
+        checked_ranks: Ranks whose flat tensor is checked against its CRC-32 when this tensor is read. Each flat tensor
+            is assigned to one of its parameters, because a check reads all of it.
+    """
+
+    __slots__ = ("checked_ranks", "first", "layout", "parts")
+
+    def __init__(
+        self, layout: FlatLayout, parts: Sequence[FlatPart], first: int, checked_ranks: frozenset[int]
+    ) -> None:
+        self.layout, self.parts, self.first, self.checked_ranks = layout, parts, first, checked_ranks
+
+    def __len__(self) -> int:
+        return len(self.layout.pieces) if prod(self.layout.shape) else 1
+
+    def __iter__(self) -> Iterator[Chunk]:
+        if not prod(self.layout.shape):
+            yield Chunk(full_region(self.layout.shape), self.parts[0].file, self.parts[0].offset, 0)
+        for piece in self.layout.pieces:
+            yield self._chunk(piece)
+
+    def _chunk(self, piece: _Piece) -> Chunk:
+        part = self.parts[piece.rank]
+        itemsize = part.dtype.itemsize
+        offset = part.offset + (self.first + piece.position) * itemsize
+        record = part.record if piece.rank in self.checked_ranks else None
+        return Chunk(piece.region, part.file, offset, piece.region.numel * itemsize, None, record)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, FlatChunks) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        if isinstance(index, slice) or not prod(self.layout.shape):
+            return tuple(self)[index]
+        return self._chunk(self.layout.pieces[index])

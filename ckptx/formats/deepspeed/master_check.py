@@ -1,0 +1,107 @@
+"""Compare samples of the fp32 masters with the weights that the optimizer rounded from them.
+
+In stages 1 and 2, the file of the weights and the flat tensors hold the same parameters. A wrong order of the flat
+tensors, or files of two saves, would give a parameter the optimizer state of another. So a few elements of every
+parameter are compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.errors import InputError
+from ckptx.formats.deepspeed.file_names import MODEL_FILE
+from ckptx.storage.interface import SourceFiles
+
+_SAMPLE = 8  # elements, in each of three places
+_ITEM_FORMATS = {"F32": "I", "F16": "H", "BF16": "H"}  # struct formats of the bits
+_NAN = -1  # stands for all values that are not a number, whose bits depend on the device
+
+
+def check_masters(files: SourceFiles, pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> None:
+    """Compare each weight with its master; dtypes that are not rounded as floats are skipped.
+
+    Args:
+        files: Files of the checkpoint.
+        pairs: Weight in the state dict, and the master in the flat tensors, of each parameter.
+
+    Raises:
+        InputError: Two differ.
+    """
+    for weight, master in pairs:
+        stored = weight.chunks[0]
+        if stored.strides is not None or not {weight.dtype.name, master.dtype.name} <= _ITEM_FORMATS.keys():
+            continue
+        for chunk, position in _samples(master.chunks):
+            count = min(_SAMPLE, chunk.region.numel)
+            begin = chunk.offset + position * master.dtype.itemsize
+            rounded = [
+                _rounded(bits, master.dtype, weight.dtype)
+                for bits in _read(files, chunk.file, begin, count, master.dtype)
+            ]
+            index = _flat_index(weight.shape, chunk.region.offsets) + position
+            values = [
+                _NAN if _is_nan(bits, weight.dtype) else bits
+                for bits in _read(
+                    files, stored.file, stored.offset + index * weight.dtype.itemsize, count, weight.dtype
+                )
+            ]
+            if rounded != values:
+                raise InputError(
+                    f'{files.root}/{chunk.file}: the fp32 master of "{weight.name}" does not round to the weight in '
+                    f"{stored.file}; the files are of different saves, or the parameters are in another order; copy "
+                    f"them again, or pass {MODEL_FILE} to convert only the weights"
+                )
+
+
+def _samples(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Yield three chunks and the index of an element in each: the first, the middle and the last elements of a tensor.
+
+    The elements of a chunk of a flat tensor are contiguous in the parameter, too.
+    """
+    for index, fraction in ((0, 0), (len(chunks) // 2, 1), (len(chunks) - 1, 2)):
+        chunk = chunks[index]
+        yield chunk, max(chunk.region.numel - _SAMPLE, 0) * fraction // 2
+
+
+def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+    index = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        index = index * size + offset
+    return index
+
+
+def _read(files: SourceFiles, file: str, offset: int, count: int, dtype: DType) -> tuple[int, ...]:
+    data = files.read(file, offset, count * dtype.itemsize)
+    return struct.unpack(f"<{count}{_ITEM_FORMATS[dtype.name]}", data)
+
+
+def _is_nan(bits: int, dtype: DType) -> bool:
+    mask = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[dtype.name]
+    magnitude = bits & (0x7FFFFFFF if dtype.name == "F32" else 0x7FFF)
+    return magnitude > mask
+
+
+def _rounded(bits: int, dtype: DType, target: DType) -> int:
+    """Return the bits of a value in another dtype, rounded to nearest, ties to even; `_NAN` for NaN."""
+    if _is_nan(bits, dtype):
+        return _NAN
+    if dtype is target:
+        return bits
+    if dtype.name == "F16":
+        value = struct.unpack("<e", struct.pack("<H", bits))[0]
+        bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    elif dtype.name == "BF16":
+        bits <<= 16
+    if target.name == "F32":
+        return bits
+    if target.name == "BF16":
+        return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    value = struct.unpack("<f", struct.pack("<I", bits))[0]
+    try:
+        return int(struct.unpack("<H", struct.pack("<e", value))[0])
+    except OverflowError:
+        return 0xFC00 if value < 0 else 0x7C00
