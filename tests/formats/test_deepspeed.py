@@ -366,3 +366,36 @@ def test_values_are_those_of_the_engine(case: str) -> None:
     steps = {name for name in found if name.endswith(".step")}
     assert {name: each for name, each in found.items() if name not in steps} == expected
     assert {np.frombuffer(found[name][2], np.float32).item() for name in steps} == {3}
+
+
+def test_stock_torch_loads_the_optimizer_state(tmp_path: Path) -> None:
+    """A DCP has no settings of the optimizer, so that a load of its whole state must be partial."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+
+    name = "layers.0.weight"
+    for case in ("stage2", "stage3"):
+        found = read_checkpoint(FIXTURES / case)
+        ckptx.convert("to-dcp", FIXTURES / case, tmp_path / case, base="none")
+        moments = {key: torch.full((6, 6), float("nan")) for key in ("exp_avg", "exp_avg_sq")}
+        state = {
+            "state": {name: {"step": torch.tensor(0.0), **moments}},
+            "param_groups": [{"lr": 0.5, "params": [name]}],
+        }
+        load(
+            {"optimizer": state},
+            storage_reader=FileSystemReader(tmp_path / case),
+            planner=DefaultLoadPlanner(allow_partial_load=True),
+            no_dist=True,
+        )
+        assert state["state"][name]["step"].item() == 3
+        for key, tensor in moments.items():
+            assert tensor.numpy().tobytes() == found[f"optimizer.state.{name}.{key}"][2]
+
+
+def test_inspect_lists_a_few_names_of_a_shared_step() -> None:
+    from ckptx.report.text import inspect_text
+
+    text = inspect_text(ckptx.inspect(FIXTURES / "stage3"))
+    assert "format        DeepSpeed ZeRO, 6 files" in text
+    assert any(line.strip().startswith("alias") and line.endswith("more") for line in text.splitlines())
