@@ -21,6 +21,7 @@ from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailu
 from ckptx.formats.dcp import detect as dcp
 from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.deepspeed import detect as deepspeed
+from ckptx.formats.deepspeed.file_names import COMPANIONS
 from ckptx.formats.fsdp import detect as fsdp
 from ckptx.formats.hf import detect as hf_detect
 from ckptx.formats.hf import reader as hf_reader
@@ -200,7 +201,8 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
         _note_dropped_files(catalog, list_trainer_files(source))
         return
     catalog.config = read_config(source)
-    used_files = frozenset((*catalog.files, *located.weights, *catalog.verbatim))
+    companions = COMPANIONS if located.kind == "deepspeed" else ()
+    used_files = frozenset((*catalog.files, *located.weights, *catalog.verbatim, *companions))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
     if located.kind != "dcp" or catalog.config is not None:
         sidecars = list_sidecars(source, used_files) if _has_own_directory(located) else sidecars_of_file(source)

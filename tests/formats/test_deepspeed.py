@@ -200,6 +200,14 @@ def test_other_values_are_noted(tmp_path: Path) -> None:
     assert f"{MODEL} not converted in part: lr_scheduler, my_state" in notes
 
 
+def test_files_for_deepspeed_are_not_copied(tmp_path: Path) -> None:
+    root = tmp_path / "src"
+    usual().write(root / "global_step3")
+    for name, text in {"latest": "global_step3", "zero_to_fp32.py": "", "tokenizer.json": "{}"}.items():
+        (root / name).write_text(text)
+    assert [sidecar.name for sidecar in open_checkpoint(root).sidecars] == ["tokenizer.json"]
+
+
 # ---------------------------------------------------------------------------------------------------------- malformed
 
 

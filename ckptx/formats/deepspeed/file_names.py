@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 LATEST = "latest"
+# Files next to the directories of steps, which would be wrong next to converted weights.
+COMPANIONS = frozenset({LATEST, "zero_to_fp32.py", "zero_to_torch.py"})
 _NUMBER = r"(0|[1-9]\d{0,5})"
 _RANK_FILE = re.compile(rf"((?:bf16_|fp16_)?)zero_pp_rank_{_NUMBER}_mp_rank_00_(model|optim)_states\.pt")
 
