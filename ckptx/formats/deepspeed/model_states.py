@@ -169,7 +169,7 @@ def _read_module(
             others.append(name)
             continue
         payload = locate_tensor(value, records, f'{where}: tensor "{name}"')
-        dtype, shape = payload.dtype, payload.shape
+        dtype, shape = payload.dtype, payload.torch_shape
         if dtype.pack > 1:
             raise UnsupportedError(
                 f'{where}: tensor "{name}": dtype {dtype.torch_name} is not supported in DeepSpeed checkpoints; '
@@ -196,10 +196,10 @@ def _read_fragments(value: object, records: dict[str, Record], file: str, where:
         if not isinstance(fragment, TensorRef | UnsupportedObject):
             raise damaged_error(subject, "not a tensor")
         payload = locate_tensor(fragment, records, subject)
-        if payload.strides is not None or len(payload.shape) != 1:
+        if payload.strides is not None or len(payload.torch_shape) != 1:
             raise damaged_error(subject, "not a flat tensor")
         _refuse_quantized(payload.dtype, subject)
-        fragments[name] = FlatPart(payload.dtype, payload.shape[0], file, payload.data_offset, payload.record)
+        fragments[name] = FlatPart(payload.dtype, payload.torch_shape[0], file, payload.data_offset, payload.record)
     return fragments
 
 

@@ -179,5 +179,5 @@ class _RankReader:
         payload = locate_tensor(value, self.records, where)
         if payload.strides is not None or payload.dtype.pack > 1:
             return None
-        numel = payload.shape[0] if payload.shape else 1
+        numel = payload.torch_shape[0] if payload.torch_shape else 1
         return FlatPart(payload.dtype, numel, self.file, payload.data_offset, payload.record)

@@ -76,7 +76,7 @@ class _Reader:
         rank_files = [found for name in base_names if (found := parse_zero_file(name)) is not None]
         self.model_files = sorted(file for file in rank_files if file.kind == "model")
         self.optimizer_files = sorted(file for file in rank_files if file.kind == "optim")
-        self.catalog = Catalog(source.location, "deepspeed", {}, storage=source)
+        self.catalog = Catalog(source.location, "deepspeed", {}, opened_source=source)
         self.where = f"{source.location / self.directory.rstrip('/')}" if self.directory else f"{source.location}"
 
     def read(self) -> Catalog:
