@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, InternalError, UnsupportedError
-from ckptx.mapping.rewrite import KEEP_NAMES, concat, interleave, merge, permute_rope, split, transpose, unmerge
+from ckptx.mapping.rewrite import (
+    KEEP_NAMES,
+    concat,
+    interleave,
+    merge,
+    permute_rope,
+    split,
+    split_groups,
+    transpose,
+    truncate,
+    unmerge,
+)
 from ckptx.wording import counted
 
 UNSUPPORTED_PREFIX = "unsupported:"
@@ -35,6 +46,8 @@ class Op:
             "transpose": exchange two dims. "same": no change.
             "interleave": along a dim, reorder a0 b0 a1 b1 to a0 a1 b0 b1, or the inverse.
             "permute_rope": reorder the rows of each head from rotary pairs to halves, or the inverse.
+            "split_groups": split each of several groups along a dim into parts, and concatenate equal parts of all
+            groups. "truncate": keep the first elements along a dim. Neither has an inverse.
             "unsupported:<Class>": an operation that ckptx lacks.
         dim: Dim of the operation; for merge the new dim.
         other_dim: Second dim of "transpose".
@@ -42,7 +55,8 @@ class Op:
             parts; empty for one part per target. "transpose": empty, or (1,) if checkpoints store it either way: only
             a tensor without the shape of the model is transposed; with a second number, its size along `other_dim`.
             "interleave": (1,) for the inverse. "permute_rope": (heads,) or (heads, 1 for the inverse, indices of the
-            permuted tensors...), without indices for all.
+            permuted tensors...), without indices for all. "split_groups":
+            (groups, sizes of the parts of a group...). "truncate": (size,).
     """
 
     kind: str
@@ -59,6 +73,8 @@ class Op:
             return Op("split", self.dim, args=self.args)
         if self.kind == "transpose" and self.args:
             return Op("same")
+        if self.kind in ("split_groups", "truncate"):
+            return Op(f"{UNSUPPORTED_PREFIX}{self.kind}")
         if self.kind == "interleave":
             return Op("interleave", self.dim, args=() if self.args[:1] == (1,) else (1,))
         if self.kind == "permute_rope":
@@ -155,6 +171,10 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
         sizes = _part_sizes(op, entry, count, shapes)
         parts = split(entry, op.dim, sizes)
         return [parts] if count == 1 else [[part] for part in parts]  # one target pattern is that of a module list
+    if op.kind == "split_groups":
+        return [[part] for part in split_groups(columns[0][0], op.dim, op.args[0], op.args[1:])]
+    if op.kind == "truncate":
+        return [[truncate(entry, op.dim, op.args[0]) for entry in column] for column in columns]
     if op.kind == "transpose":
         return [
             [_transpose(entry, op, shape) for entry in column]

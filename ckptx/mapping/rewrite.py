@@ -139,6 +139,36 @@ def split(entry: TensorEntry, dim: int, sizes: Sequence[int]) -> list[TensorEntr
     ]
 
 
+def split_groups(entry: TensorEntry, dim: int, groups: int, sizes: Sequence[int]) -> list[TensorEntry]:
+    """Split every group of a tensor along a dim into parts, and concatenate the first parts, the second parts, ...
+
+    Example:
+        groups 2, sizes (2, 1, 1): q0 q1 k0 v0 q2 q3 k1 v1 -> q0 q1 q2 q3, k0 k1, v0 v1
+
+    Raises:
+        InputError: The tensor has no such dim, or the groups do not add up to it.
+        UnsupportedError: A part begins or ends inside a byte.
+    """
+    parts = split(entry, dim, tuple(sizes) * groups)
+    return [concat(parts[index :: len(sizes)], dim) for index in range(len(sizes))]
+
+
+def truncate(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
+    """Return the first `size` elements along a dim.
+
+    Raises:
+        InputError: The tensor has no such dim, or is smaller.
+        UnsupportedError: The end is inside a byte.
+    """
+    _check_dim(entry, dim)
+    if entry.shape[dim] < size:
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)} is smaller than {size} along dim {dim}; use the config '
+            "that belongs to this checkpoint"
+        )
+    return split(entry, dim, (size, entry.shape[dim] - size))[0]
+
+
 def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
     """Exchange two dims.
 

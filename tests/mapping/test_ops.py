@@ -77,6 +77,32 @@ def test_parts_of_given_sizes_come_back(tmp_path: Path) -> None:
     assert torch.equal(bits(read(tmp_path, back)), bits(fused))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_every_group_are_gathered(dim: int, layout: str, tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), ("q", "k", "v"), (Op("split_groups", dim, args=(3, 4, 2, 2)),))
+    fused = numbers(24, 4) if dim == 0 else numbers(4, 24)
+    q, k, v = (
+        torch.cat([group.split([4, 2, 2], dim)[part] for group in fused.chunk(3, dim)], dim) for part in range(3)
+    )
+    parts = convert(conversion, [[store(tmp_path, "x", fused, layout)]], [None] * 3)
+    for (entry,), expected in zip(parts, (q, k, v), strict=True):
+        assert entry.shape == tuple(expected.shape)
+        assert find_coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks]) is None
+        assert torch.equal(bits(read(tmp_path, entry)), bits(expected))
+    with pytest.raises(UnsupportedError):
+        convert(conversion.inverse, parts, [None])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_the_first_rows_stay(size: int, layout: str, tmp_path: Path) -> None:
+    tensor = numbers(8, 3)
+    conversion = Conversion((ONE,), (ONE,), (Op("truncate", args=(size,)),))
+    ((entry,),) = convert(conversion, [[store(tmp_path, "x", tensor, layout)]], [None])
+    assert torch.equal(bits(read(tmp_path, entry)), bits(tensor[:size]))
+
+
 def test_parts_may_take_their_sizes_from_the_model(tmp_path: Path) -> None:
     conversion = Conversion((ONE,), ("q", "k"), (Op("split"),))
     fused = numbers(12, 5)
@@ -188,6 +214,8 @@ def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> Te
         (Op("chunk", 0, args=(3,)), [[entry_of((4, 6))]], "does not split into 3 parts along dim 0"),
         (Op("interleave", 1), [[entry_of((4, 5))]], "does not split into pairs along dim 1"),
         (Op("permute_rope", args=(3, 0)), [[entry_of((16, 2))]], "3 heads of rotary pairs"),
+        (Op("split_groups", args=(3, 4, 1)), [[entry_of((16, 2))]], "does not split into parts"),
+        (Op("truncate", args=(17,)), [[entry_of((16, 2))]], "smaller than 17 along dim 0"),
         (Op("transpose", 0, 1), [[entry_of((4,))]], "has no dim 1"),
         (Op("unmerge", 1), [[entry_of((4,))]], "has no dim 1"),
     ],
