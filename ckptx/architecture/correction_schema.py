@@ -22,8 +22,8 @@ from ckptx.architecture.correction_types import (
     NoStagesCorrection,
     PlanCorrection,
     SequenceParallelModules,
-    TorchtitanCorrection,
     TowerCorrection,
+    TrainerNamingCorrection,
     expand_braces,
 )
 from ckptx.architecture.expressions import Scope, try_evaluate
@@ -130,7 +130,7 @@ def _exclusive_values(section: str, entry: Any) -> list[tuple[str, ...]]:
         return [(name, entry.class_name) for name in names]
     if isinstance(entry, InputCorrection):
         return [(entry.kind, entry.class_name)]
-    if isinstance(entry, LayersCorrection | TorchtitanCorrection):
+    if isinstance(entry, LayersCorrection | TrainerNamingCorrection):
         return [(section, entry.class_name)]
     return [(section,)] if isinstance(entry, TowerCorrection | NoStacksCorrection) else []
 
@@ -227,6 +227,7 @@ def _read_sequence_parallel(value: Any) -> SequenceParallelModules:
 _read_style = _choice_reader(*STYLES)
 _REASON_KEY = {"reason": _KeySpec("reason", _read_string, True)}
 _CLASS_KEY = {"class": _KeySpec("class_name", _read_string, True)}
+_NAMING_KEYS = {**_CLASS_KEY, "form": _KeySpec("form", _read_string, True), **_REASON_KEY}
 
 _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
     "plan": (
@@ -297,5 +298,6 @@ _SECTIONS: Mapping[str, tuple[Callable[..., Any], Mapping[str, _KeySpec]]] = {
             **_REASON_KEY,
         },
     ),
-    "torchtitan": (TorchtitanCorrection, {**_CLASS_KEY, "form": _KeySpec("form", _read_string, True), **_REASON_KEY}),
+    "torchtitan": (TrainerNamingCorrection, _NAMING_KEYS),
+    "megatron": (TrainerNamingCorrection, _NAMING_KEYS),
 }

@@ -204,12 +204,12 @@ class TowerCorrection(NamedTuple):
     class_token: bool = True
 
 
-class TorchtitanCorrection(NamedTuple):
-    """A class for which torchtitan has a model.
+class TrainerNamingCorrection(NamedTuple):
+    """A class for which a trainer has a model of its own.
 
     Attributes:
         class_name: Name of the class.
-        form: Form of the names, see `ckptx.architecture.trainer_naming.torchtitan`.
+        form: Form of the names, see the module of the trainer in `ckptx.architecture.trainer_naming`.
         reason: Difference from other classes.
     """
 
@@ -219,7 +219,7 @@ class TorchtitanCorrection(NamedTuple):
 
 
 _ClassCorrection = TypeVar(
-    "_ClassCorrection", ForwardCorrection, LayersCorrection, NoStagesCorrection, TorchtitanCorrection
+    "_ClassCorrection", ForwardCorrection, LayersCorrection, NoStagesCorrection, TrainerNamingCorrection
 )
 
 
@@ -238,6 +238,7 @@ class Corrections(NamedTuple):
         inputs: Image and audio inputs.
         as_tower: At most one correction about a model that is used as a vision tower.
         torchtitan: Classes for which torchtitan has a model.
+        megatron: Classes whose Megatron names are known.
     """
 
     plan: tuple[PlanCorrection, ...] = ()
@@ -250,7 +251,8 @@ class Corrections(NamedTuple):
     layer_parts: tuple[LayerPartsCorrection, ...] = ()
     inputs: tuple[InputCorrection, ...] = ()
     as_tower: tuple[TowerCorrection, ...] = ()
-    torchtitan: tuple[TorchtitanCorrection, ...] = ()
+    torchtitan: tuple[TrainerNamingCorrection, ...] = ()
+    megatron: tuple[TrainerNamingCorrection, ...] = ()
 
 
 def filter_by_class(corrections: tuple[_ClassCorrection, ...], class_name: str) -> tuple[_ClassCorrection, ...]:

@@ -18,12 +18,12 @@ from ckptx.architecture.correction_types import (
     ForwardCorrection,
     PlanCorrection,
     SequenceParallelModules,
-    TorchtitanCorrection,
+    TrainerNamingCorrection,
     expand_braces,
     filter_by_class,
 )
 from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_corrections, plan_keys
-from ckptx.architecture.trainer_naming import torchtitan
+from ckptx.architecture.trainer_naming import megatron, torchtitan
 from tests.support.corrections import all_corrections, patched_corrections
 from tests.support.import_tool import ROOT
 from tests.support.slow import slow_but
@@ -166,7 +166,13 @@ def test_every_file_is_of_a_known_model_type_and_its_classes_are_of_that_type() 
     types = model_files.read_index()["classes"]
     for model_type, rows in all_corrections().items():
         assert model_type in types.values(), model_type
-        named = [*rows.forward, *rows.layers, *rows.torchtitan, *(row for row in rows.inputs if row.class_name)]
+        named = [
+            *rows.forward,
+            *rows.layers,
+            *rows.torchtitan,
+            *rows.megatron,
+            *(row for row in rows.inputs if row.class_name),
+        ]
         for row in named:
             assert types[row.class_name] == model_type, (model_type, row)
 
@@ -215,12 +221,23 @@ def test_names_of_parts_are_those_of_one_model_type() -> None:
 def test_every_form_of_torchtitan_is_of_a_class() -> None:
     rows = [row for each in all_corrections().values() for row in each.torchtitan]
     assert {row.form for row in rows} == set(torchtitan.FORMS)
-    row = TorchtitanCorrection("MixtralForCausalLM", "none", "for a test")
+    row = TrainerNamingCorrection("MixtralForCausalLM", "none", "for a test")
     with (
         patched_corrections("mixtral", torchtitan=(row,)),
         pytest.raises(InvalidCorrectionError, match="is not a form of names"),
     ):
         torchtitan.form_of("MixtralForCausalLM")
+
+
+def test_every_form_of_megatron_is_of_a_class() -> None:
+    rows = [row for each in all_corrections().values() for row in each.megatron]
+    assert {row.form for row in rows} == set(megatron.FORMS)
+    row = TrainerNamingCorrection("GemmaForCausalLM", "none", "for a test")
+    with (
+        patched_corrections("gemma", megatron=(row,)),
+        pytest.raises(InvalidCorrectionError, match="is not a form of names"),
+    ):
+        megatron.form_of("GemmaForCausalLM")
 
 
 # ---------------------------------------------------------- what only a class itself can tell

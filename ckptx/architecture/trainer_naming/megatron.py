@@ -1,0 +1,194 @@
+"""Megatron's names, as megatron-core 0.16 and Megatron-LM write them in the `torch_dist` format.
+
+    decoder.layers.self_attention.linear_qkv.weight      [L, (heads + 2 kv heads) * head_dim, H]
+        rows of each of the kv-head groups: its q heads, its k head, its v head
+    decoder.layers.mlp.linear_fc1.weight                 [L, 2 F, H]     rows of gate, then of up
+    decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2 F, H]
+    embedding.word_embeddings.weight                     [V padded, H]
+
+A stack of layers is one tensor, with the layer as its first dim (L); other models have one tensor for each layer, with
+its index in the name. The tables have the names with an index. RoPE rotates halves of a head, as in Hugging Face
+models, so rows move in whole heads. The section `megatron` of the corrections of a model type names the form of a
+class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckptx.architecture.configs import invalid_value_message
+from ckptx.architecture.correction_schema import InvalidCorrectionError
+from ckptx.architecture.correction_types import expand_braces, filter_by_class
+from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.mapping.names import is_state_prefix
+from ckptx.mapping.ops import Conversion, Op
+
+TRAINER = "megatron"
+LAYERS = "decoder.layers"
+
+# Operations of the tables, see `_ops`.
+_SAME, _VOCABULARY, _QKV, _GATE_UP = "same", "vocabulary", "q, k and v", "gate and up"
+_EXPERTS, _GATE_UP_OF_EXPERTS = "experts", "gate and up of experts"
+
+# (Megatron name, operation, name on the Hub). Some tensors have two names: the layer norm before a linear layer is part
+# of that layer with TransformerEngine, and a module of its own without.
+_COMMON = (
+    ("embedding.word_embeddings.weight", _VOCABULARY, "model.embed_tokens.weight"),
+    ("decoder.layers.*.self_attention.linear_qkv.layer_norm_weight", _SAME, "model.layers.*.input_layernorm.weight"),
+    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
+    ("decoder.layers.*.self_attention.linear_qkv.weight", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.weight"),
+    ("decoder.layers.*.self_attention.linear_proj.weight", _SAME, "model.layers.*.self_attn.o_proj.weight"),
+    ("decoder.layers.*.mlp.linear_fc1.layer_norm_weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
+    ("decoder.layers.*.pre_mlp_layernorm.weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
+    ("decoder.final_layernorm.weight", _SAME, "model.norm.weight"),
+    ("output_layer.weight", _VOCABULARY, "lm_head.weight"),
+)
+_DENSE_MLP = (
+    ("decoder.layers.*.mlp.linear_fc1.weight", _GATE_UP, "model.layers.*.mlp.{gate,up}_proj.weight"),
+    ("decoder.layers.*.mlp.linear_fc2.weight", _SAME, "model.layers.*.mlp.down_proj.weight"),
+)
+_QKV_BIAS = (("decoder.layers.*.self_attention.linear_qkv.bias", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.bias"),)
+_HEAD_NORMS = (
+    ("decoder.layers.*.self_attention.q_layernorm.weight", _SAME, "model.layers.*.self_attn.q_norm.weight"),
+    ("decoder.layers.*.self_attention.k_layernorm.weight", _SAME, "model.layers.*.self_attn.k_norm.weight"),
+)
+_EXPERT_MLP = (
+    ("decoder.layers.*.mlp.router.weight", _SAME, "model.layers.*.mlp.gate.weight"),
+    (
+        "decoder.layers.*.mlp.experts.experts.linear_fc1.weight",
+        _GATE_UP_OF_EXPERTS,
+        "model.layers.*.mlp.experts.*.{gate,up}_proj.weight",
+    ),
+    (
+        "decoder.layers.*.mlp.experts.experts.linear_fc2.weight",
+        _EXPERTS,
+        "model.layers.*.mlp.experts.*.down_proj.weight",
+    ),
+)
+_BLOCK_SPARSE_EXPERTS = (
+    ("decoder.layers.*.mlp.router.weight", _SAME, "model.layers.*.block_sparse_moe.gate.weight"),
+    (
+        "decoder.layers.*.mlp.experts.experts.linear_fc1.weight",
+        _GATE_UP_OF_EXPERTS,
+        "model.layers.*.block_sparse_moe.experts.*.{w1,w3}.weight",
+    ),
+    (
+        "decoder.layers.*.mlp.experts.experts.linear_fc2.weight",
+        _EXPERTS,
+        "model.layers.*.block_sparse_moe.experts.*.w2.weight",
+    ),
+)
+
+# Tables by form, which the corrections of a model type name.
+FORMS = {
+    "plain": (*_COMMON, *_DENSE_MLP),
+    "qkv_bias": (*_COMMON, *_QKV_BIAS, *_DENSE_MLP),
+    "head_norms": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP),
+    "head_norms_and_experts": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP, *_EXPERT_MLP),  # some layers can be dense
+    "block_sparse_moe": (*_COMMON, *_BLOCK_SPARSE_EXPERTS),
+}
+
+# Names of the tensors whose rows after the vocabulary are padding.
+VOCABULARY = frozenset(name for name, operation, _ in _COMMON if operation == _VOCABULARY)
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:\d+\.)?")
+
+
+def find_prefixes(names: Collection[str]) -> list[str]:
+    """Return the prefixes of the Megatron models among the names of a checkpoint, such as "" or "module."; sorted."""
+    prefixes = {name.removesuffix(_EMBEDDING) for name in names if name.endswith(_EMBEDDING)}
+    prefixes = {each for each in prefixes if (not each or each.endswith(".")) and not is_state_prefix(each)}
+    in_layers = tuple(f"{prefix}{LAYERS}." for prefix in prefixes)
+    found = {start[: -len(LAYERS) - 1] for start in in_layers if any(name.startswith(start) for name in names)}
+    return sorted(found)
+
+
+def layer_suffix(name: str) -> str | None:
+    """Return the part of a name below its layer if the tensor has all layers; None for one layer or none."""
+    match = _LAYER_NAME.match(name)
+    return name[match.end() :] if match is not None and match.group() == f"{LAYERS}." else None
+
+
+def form_of(class_name: str) -> str | None:
+    """Return the form of the names of a class, a key of `FORMS`; None if they are unknown."""
+    corrections = filter_by_class(corrections_of_class(class_name).megatron, class_name)
+    if not corrections:
+        return None
+    form = corrections[0].form
+    if form not in FORMS:
+        raise InvalidCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
+    return form
+
+
+def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+    """Return the conversions from Megatron's names, without a prefix and with an index for each layer, to disk names.
+
+    Args:
+        class_name: Name as in `architectures` of `config.json`.
+        config: Contents of `config.json`.
+
+    Raises:
+        UnsupportedError: The Megatron names of the class are unknown.
+        InputError: The config lacks a size that a conversion needs.
+    """
+    form = form_of(class_name)
+    if form is None:
+        known = sorted(
+            correction.class_name
+            for model_type in model_types_with_corrections()
+            for correction in corrections_of(model_type).megatron
+        )
+        raise UnsupportedError(
+            f"{class_name}: the tensors have Megatron's names, which are mapped for {', '.join(known)} only; "
+            "pass --base none to keep the names"
+        )
+    return tuple(
+        Conversion((name,), tuple(expand_braces(disk_name)), _ops(operation, config))
+        for name, operation, disk_name in FORMS[form]
+    )
+
+
+def _ops(operation: str, config: Mapping[str, Any]) -> tuple[Op, ...]:
+    """Return the ops of an operation of the tables."""
+    if operation == _VOCABULARY:
+        return (Op("truncate", args=(read_size(config, "vocab_size"),)),)
+    if operation == _QKV:
+        heads = read_size(config, "num_attention_heads")
+        kv_heads = heads if config.get("num_key_value_heads") is None else read_size(config, "num_key_value_heads")
+        if heads % kv_heads:
+            raise InputError(
+                f"config.json: num_attention_heads is {heads}, which is not a multiple of num_key_value_heads "
+                f"({kv_heads}); correct it"
+            )
+        head_dim = (
+            read_size(config, "hidden_size") // heads
+            if config.get("head_dim") is None
+            else read_size(config, "head_dim")
+        )
+        return (Op("split_groups", args=(kv_heads, heads // kv_heads * head_dim, head_dim, head_dim)),)
+    return {
+        _SAME: (),
+        _GATE_UP: (Op("chunk"),),
+        _EXPERTS: (Op("unmerge"),),
+        _GATE_UP_OF_EXPERTS: (Op("chunk", 1), Op("unmerge")),
+    }[operation]
+
+
+def read_size(config: Mapping[str, Any], key: str) -> int:
+    """Return a size in `config.json`.
+
+    Raises:
+        InputError: It is missing, or not a positive integer.
+    """
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(
+            invalid_value_message(
+                (key,), value, "a positive integer, which the layout of Megatron's tensors depends on"
+            )
+        )
+    return value
