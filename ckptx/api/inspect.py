@@ -13,6 +13,7 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
+from ckptx.model_view.megatron_names import map_megatron_names
 from ckptx.model_view.parameter_count import count_parameters, find_absent_ties, find_aliases
 from ckptx.model_view.unknown_class import unknown_class_note
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
@@ -52,6 +53,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     catalog, aliases = view.catalog, find_aliases(view.catalog)
     decoded, quantization = _inspect_quantization(checkpoint, prefix, log)
     parameters = count_parameters(decoded or view)
+    checked = decoded or _view_under_disk_names(checkpoint, log) or view
     names = [name for name in catalog.tensors if match is None or fnmatchcase(name, match)]
     if match is not None and not names:
         log.note(
@@ -79,8 +81,8 @@ def inspect(options: InspectOptions) -> InspectionReport:
         optimizer={"tensors": len(view.optimizer), "bytes": view.nbytes(view.optimizer)},
         other_tensors=list(view.other),
         objects=len(catalog.objects),
-        unknown_tensors=list((decoded or view).unknown),
-        config_check=match_config_with_notes(decoded or view, log.notes),
+        unknown_tensors=list(checked.unknown),
+        config_check=match_config_with_notes(checked, log.notes),
         groups=_group_sizes(view),
         quantization=quantization,
         selected_tensors=[_selected_tensor(catalog, name) for name in names] if is_listed else None,
@@ -115,6 +117,19 @@ def _inspect_quantization(
         "dequantized_bytes": decoded.nbytes,
     }
     return view, quantization
+
+
+def _view_under_disk_names(checkpoint: Catalog, log: Log) -> ModelView | None:
+    """Return a model with Megatron's names under those of its config; None for other names or without a config.
+
+    If its names cannot be mapped, a note says why.
+    """
+    try:
+        model = map_megatron_names(checkpoint, checkpoint.config, None)
+    except (InputError, UnsupportedError) as error:
+        log.note(str(error))
+        return None
+    return None if model is None else _view_without_class_if_needed(model.catalog, None, Log())
 
 
 def _group_sizes(view: ModelView) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import dtypes_after_cast
 from ckptx.model_view.config_check import match_config_with_notes
+from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
@@ -61,7 +62,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
-    opened = open_checkpoint(reference), open_checkpoint(checkpoint)
+    opened = with_common_names(open_checkpoint(reference), open_checkpoint(checkpoint))
     if options.dequantize:
         opened = _dequantize_both(*opened, dtype)
     first, second = view_both(*opened, prefix=options.source_prefix_or_none)

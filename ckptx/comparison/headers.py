@@ -19,6 +19,7 @@ from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import describe_prefix
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
+from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, view_model_under
 from ckptx.options.api import api
@@ -48,7 +49,8 @@ def diff(options: DiffOptions) -> DiffReport:
         resolve_source(str(each), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for each in (options.a, options.b)
     ]
-    a_view, b_view = view_both(*(open_checkpoint(path) for path in paths), prefix=options.source_prefix_or_none)
+    opened = with_common_names(*(open_checkpoint(path) for path in paths), needs_bytes=False)
+    a_view, b_view = view_both(*opened, prefix=options.source_prefix_or_none)
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
     first, second, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))

@@ -1,7 +1,7 @@
 """Every conversion, from the opened source to the published output.
 
-    open -> base -> dequantize -> model -> ties -> names -> quantize -> dtypes -> shard -> state -> allocate -> plan
-    -> publish
+    open -> base -> Megatron's names -> dequantize -> model -> ties -> names -> quantize -> dtypes -> shard -> state
+    -> allocate -> plan -> publish
 
 Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
 for the user. Steps in which output formats differ are methods of `output`.
@@ -18,6 +18,7 @@ from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, ConfigNeed, f
 from ckptx.conversion.steps.dequantization import dequantize_source
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
+from ckptx.conversion.steps.megatron_source import rename_megatron_source
 from ckptx.conversion.steps.open_source import SourceCheckpoint
 from ckptx.conversion.steps.overflow_check import refuse_overflow
 from ckptx.conversion.steps.quantization import quantize_target
@@ -84,10 +85,11 @@ def _run_steps(
         source_checkpoint.dst,
         source_checkpoint.options,
     )
-    keeps_state = output.keeps_state(source)
 
     # Read the source.
-    dequantized = dequantize_source(log(find_base(source, dst, options, config_need)), files, options)
+    renamed = log(rename_megatron_source(log(find_base(source, dst, options, config_need)), files, options))
+    keeps_state = renamed.model is None and output.keeps_state(source)
+    dequantized = dequantize_source(renamed.base, files, options)
     base, files = dequantized.base, dequantized.files
     stack.enter_context(name_config_in_errors(base.sidecar_source))
     model = log(find_model(base, files, options, with_state=keeps_state))
@@ -99,7 +101,10 @@ def _run_steps(
     )  # fmt: skip
     ties = log(resolve_ties(view, files, options))
     config_check = log(check_against_config(view, base, allow_config_mismatch=options.allow_config_mismatch))
-    dropped_state = log(DroppedState() if keeps_state else output.dropped_state(view))
+    if renamed.model is not None:
+        dropped_state = renamed.dropped_state()
+    else:
+        dropped_state = log(DroppedState() if keeps_state else output.dropped_state(view))
     if output.needs_model:
         refuse_without_model(view)
 
@@ -174,9 +179,13 @@ def _run_steps(
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=dequantized.stored_names(target.written_stored_names() | training_state.written_stored_names()),
-        shared=dequantized.stored_names(
-            target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
+        written=renamed.stored_names(
+            dequantized.stored_names(target.written_stored_names() | training_state.written_stored_names())
+        ),
+        shared=renamed.stored_names(
+            dequantized.stored_names(
+                target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
+            )
         ),
         merged=dequantized.merged,
         dropped={each["name"] for each in (*dequantized.dropped, *dropped_state.tensors, *training_state.dropped)},
@@ -204,7 +213,8 @@ def _run_steps(
     conversion = ConversionState(
         dst, options, source_checkpoint.processes, dequantized, quantized, model, ties, config_check, dropped_state,
         cast, sharded, contents, allocation, sidecars, job, job.nbytes, ledger,
-        selection.named_target.scheme_change,
+        renamed.scheme_change(options.names or output.default_naming(view) or "hf")
+        or selection.named_target.scheme_change,
     )  # fmt: skip
     reset_counts(dequantized.files, quantized.files)
     removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []

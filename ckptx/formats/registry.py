@@ -19,7 +19,7 @@ from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.dcp import detect as dcp
-from ckptx.formats.dcp.megatron import COMMON_FILE, is_torch_dist, torch_dist_sidecars
+from ckptx.formats.dcp.megatron import COMMON_FILE, NAMES_NOTE, is_torch_dist, torch_dist_sidecars
 from ckptx.formats.deepspeed import detect as deepspeed
 from ckptx.formats.deepspeed.file_names import COMPANIONS
 from ckptx.formats.fsdp import detect as fsdp
@@ -215,7 +215,7 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
         sidecars_by_name = {sidecar.name: sidecar for sidecar in (*catalog.sidecars, *torch_dist_sidecars(source))}
         catalog.sidecars = tuple(sidecars_by_name[name] for name in sorted(sidecars_by_name))
         catalog.identities = {**source.read_identities(sidecars_by_name), **catalog.identities}
-        catalog.notes.append("Megatron torch_dist: tensors have Megatron's own names and layout")
+        catalog.notes.append(NAMES_NOTE)
 
 
 def _note_dropped_files(catalog: Catalog, names: Iterable[str]) -> None:

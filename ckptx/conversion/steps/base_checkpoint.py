@@ -39,6 +39,7 @@ class BaseCheckpoint:
         file_numbers: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
         is_none: True with `--base none`: no sidecar files are written.
         is_dequantized: True if the quantized weights of the source are decoded.
+        is_renamed: True if the tensors of the source have other names than on disk.
         notes: Notes for the user.
     """
 
@@ -49,6 +50,7 @@ class BaseCheckpoint:
     file_numbers: Mapping[str, int] = field(default_factory=dict)
     is_none: bool = False
     is_dequantized: bool = False
+    is_renamed: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,8 +99,8 @@ def no_config_error(source: Catalog) -> InputError:
     root = source.root
     if is_torch_dist(source.source):
         return InputError(
-            f"{root}: has no config.json, and its Megatron-Core names are not mapped to Hugging Face names; pass "
-            "--base none to keep the names"
+            f"{root}: has no config.json, which mapping its Megatron-Core names to Hugging Face names requires; pass "
+            "--base PATH with an HF checkpoint whose config.json describes the model, or --base none to keep the names"
         )
     return InputError(
         f"{root}: has no config.json, which names the architecture and its tied weights; pass --base PATH with an "

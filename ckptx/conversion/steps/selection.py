@@ -22,8 +22,8 @@ def select_tensors(
 ) -> TensorSelection:
     """Select the tensors of the original files, or apply `--tied` and `--names` if these are not restored.
 
-    Original files are recorded if the output records them, no weight is dequantized, they are not restored themselves,
-    and the target has every tensor of the source.
+    Original files are recorded if the output records them, no weight is dequantized, the names are not Megatron's,
+    they are not restored themselves, and the target has every tensor of the source.
 
     Args:
         base: Checkpoint that the config comes from.
@@ -37,11 +37,12 @@ def select_tensors(
             the manifest declares tied differ, or the output requires a config and there is none.
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
-    restoration = Restoration() if base.is_dequantized else output.restored(base, view, ties)
+    is_altered = base.is_dequantized or base.is_renamed
+    restoration = Restoration() if is_altered else output.restored(base, view, ties)
     if restoration.files is not None:
         notes = (*restoration.notes, *wrapper_notes(view, are_kept=False))
         return TensorSelection(restoration.files.named_target, restoration.files, notes=notes)
-    is_recorded = output.records_original_files and not base.is_dequantized
+    is_recorded = output.records_original_files and not is_altered
     record = record_original(view) if is_recorded else RecordingResult(None)
     target = apply_ties(view, ties.decisions, tied=options.tied, can_alias=output.can_alias)
     original = record.original if target.has_names(view.tensors) else None

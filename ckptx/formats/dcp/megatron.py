@@ -3,7 +3,8 @@
     metadata.json   the format of the checkpoint: {"sharded_backend": "torch_dist", ...}
     common.pt       a pickle of the state that is equal on every rank: arguments, iteration, optimizer state
 
-Its tensors are read like those of any DCP, under Megatron's own names. `common.pt` is copied and never parsed.
+Its tensors are read like those of any DCP, under Megatron's own names, which `ckptx.model_view.megatron_names` maps to
+those of the Hub if there is a config. Without one, `common.pt` is copied; it is never parsed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ckptx.storage.interface import Source
 
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+NAMES_NOTE = "Megatron torch_dist: tensors have Megatron's own names and layout"
 _TORCH_DIST = "torch_dist"
 
 

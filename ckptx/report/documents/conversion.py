@@ -26,9 +26,10 @@ class ConversionReport(Report):
             `is_truncated` (true if `mismatches` is not the complete list), `extra_tensors` (tensors that the class does
             not define and that are allowed, parts of quantized weights included: for each `reason`, their number
             `tensors` and the first `names`).
-        names: For a change from or to torchtitan's names, the naming scheme `before` and `after` (`hf`: as on the
-            Hub; `model`: state dict of transformers; `torchtitan`), and `permuted`: the `name` of each kind of tensor
-            whose rows were reordered within heads, and the number of `heads` in the config.
+        names: For a change from or to torchtitan's names, or from Megatron's, the naming scheme `before` and `after`
+            (`hf`: as on the Hub; `model`: state dict of transformers; `torchtitan`; `megatron`), and `permuted`: the
+            `name` of each kind of tensor whose rows were reordered within heads, and the number of `heads` in the
+            config.
         prefix: Prefix of the model's names in the source.
         output_prefix: Prefix of the model's names in the output: that of the source, or one that was added.
         unknown_tensors: Names of all model tensors that the class does not define, allowed or not, except parts of

@@ -22,6 +22,7 @@ from ckptx.catalog.region import Region
 from ckptx.errors import UnsupportedError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.rules import RenamedTensors, TrainerRules
+from ckptx.model_view.megatron_names import with_disk_names
 from ckptx.model_view.view import (
     ModelView,
     decide_ties,
@@ -169,6 +170,7 @@ def open_source(
     """
     config_values = dict(config) if config is not None else None
     catalog = open_checkpoint(path)
+    catalog = with_disk_names(catalog, config if config is not None else catalog.config)
     if dequantize:
         catalog = open_dequantized(catalog)
     find_view = view_model_under if is_prefix_optional else view_model

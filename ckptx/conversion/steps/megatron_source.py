@@ -1,0 +1,75 @@
+"""A source with Megatron's names as one with disk names, before anything else looks at its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
+from ckptx.conversion.steps.naming import SchemeChange
+from ckptx.conversion.steps.source_model import DroppedState
+from ckptx.errors import UnsupportedError
+from ckptx.model_view.megatron_names import MegatronModel, map_megatron_names
+from ckptx.options.conversion import ConversionOptions
+from ckptx.storage.interface import SourceFiles
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedSource:
+    """The source, under disk names if its names are Megatron's.
+
+    Attributes:
+        base: Base with the source to convert.
+        stored: Catalog of the source under its stored names.
+        model: Renamed model; None if the names are not Megatron's.
+        notes: Notes for the user.
+    """
+
+    base: BaseCheckpoint
+    stored: Catalog
+    model: MegatronModel | None = None
+    notes: tuple[str, ...] = ()
+
+    def stored_names(self, names: Iterable[str]) -> set[str]:
+        """Return the stored names of the tensors that these tensors are made of."""
+        if self.model is None:
+            return set(names)
+        return {stored for name in names for stored in self.model.stored_names.get(name, (name,))}
+
+    def dropped_state(self) -> DroppedState:
+        """Return everything in the source that is not part of the model, none of which is written."""
+        assert self.model is not None
+        nbytes = sum(self.stored.tensors[name].nbytes for name in self.model.optimizer)
+        objects = self.stored.objects.values()
+        return DroppedState(
+            self.model.dropped,
+            {"tensors": len(self.model.optimizer), "bytes": nbytes},
+            {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects)},
+        )
+
+    def scheme_change(self, names: str) -> SchemeChange | None:
+        """Return the change of names to the scheme `names`; None if the names are not Megatron's."""
+        return None if self.model is None else SchemeChange("megatron", names, self.model.conversions)
+
+
+def rename_megatron_source(base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions) -> RenamedSource:
+    """Rename the tensors of the source to disk names if they have Megatron's names and there is a config.
+
+    Args:
+        base: Source and config.
+        files: Files of the source.
+        options: `optimizer`.
+
+    Raises:
+        InputError: See `map_megatron_names`.
+        UnsupportedError: See `map_megatron_names`, or `--optimizer keep`.
+    """
+    model = None if base.is_none else map_megatron_names(base.source, base.config, files)
+    if model is None:
+        return RenamedSource(base, base.source)
+    if options.optimizer == "keep":
+        raise UnsupportedError(
+            f"{base.source.root}: --optimizer keep: optimizer state of Megatron is not mapped; leave out --optimizer"
+        )
+    return RenamedSource(replace(base, source=model.catalog, is_renamed=True), base.source, model, model.notes)

@@ -1,0 +1,289 @@
+"""A checkpoint with Megatron's names as one with the names of the files on the Hub.
+
+    decoder.layers.mlp.linear_fc1.weight [L, 2 F, H]  ->  model.layers.0.mlp.gate_proj.weight [F, H]
+                                                          model.layers.0.mlp.up_proj.weight   [F, H]
+                                                          ...
+
+Its entries refer to the same bytes, so everything after this step sees an ordinary checkpoint. Tensors of the optimizer
+keep Megatron's order of elements, which no loader of the model can use; they are left out and listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptx.architecture.trainer_naming import megatron
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import full_region
+from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
+from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE, NAMES_NOTE
+from ckptx.mapping.name_index import indices_of
+from ckptx.mapping.names import is_optimizer, is_trainer_state
+from ckptx.mapping.ops import Conversion
+from ckptx.mapping.rewrite import unmerge
+from ckptx.model_view.view import trainer_rules
+from ckptx.storage.interface import SourceFiles
+from ckptx.wording import counted
+
+# State next to the model: optimizers that Megatron numbers (dense and expert parameters), and TransformerEngine's state
+# of fp8 scaling.
+_CHAINED_OPTIMIZER = re.compile(r"chained_\d+\.")
+_EXTRA_STATE = re.compile(r"\._extra_state(/|$)")
+_OTHER_ROOTS = frozenset({"rng_state", "rerun_state_machine_state", "opt_param_scheduler", "common_state"})
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel:
+    """A checkpoint of Megatron under disk names.
+
+    Attributes:
+        catalog: Catalog with the tensors of the model alone, under disk names; every chunk is located.
+        stored_names: Disk name -> stored names of the tensors that it is made of.
+        dropped: Stored `name` and `reason` of each tensor that is not in `catalog`.
+        optimizer: Stored names of the optimizer tensors among them.
+        conversions: Conversions between the names.
+        notes: Notes for the user.
+    """
+
+    catalog: Catalog
+    stored_names: Mapping[str, tuple[str, ...]]
+    dropped: tuple[dict[str, str], ...]
+    optimizer: tuple[str, ...]
+    conversions: tuple[Conversion, ...]
+    notes: tuple[str, ...]
+
+
+def has_megatron_names(catalog: Catalog) -> bool:
+    """Return True if the names of a checkpoint are Megatron's."""
+    return bool(megatron.find_prefixes(catalog.tensors))
+
+
+def map_megatron_names(
+    catalog: Catalog, config: Mapping[str, Any] | None, files: SourceFiles | None
+) -> MegatronModel | None:
+    """Return a checkpoint with Megatron's names under disk names.
+
+    Args:
+        catalog: Catalog of the checkpoint.
+        config: Contents of `config.json` of the model; None without one.
+        files: Its open files; None if only names and shapes are needed, and each tensor gets a chunk without bytes.
+
+    Returns:
+        The model; None if the names are not Megatron's, or if there is no config or it names no class.
+
+    Raises:
+        InputError: Tensors do not match the sizes in the config, or the checkpoint has several models.
+        UnsupportedError: The Megatron names of the class are unknown, or a tensor has no counterpart.
+    """
+    prefixes = megatron.find_prefixes(catalog.tensors)
+    class_names = (config or {}).get("architectures")
+    if not prefixes or config is None or not isinstance(class_names, list) or not class_names:
+        return None
+    if len(prefixes) > 1:
+        raise UnsupportedError(
+            f"{catalog.root}: holds {len(prefixes)} Megatron models, under {', '.join(map(repr, prefixes[:8]))}; save "
+            "one of them to a checkpoint of its own"
+        )
+    conversions = megatron.conversions(str(class_names[0]), config)
+    stored, dropped = _split_names(catalog, prefixes[0])
+    entries = _locate(catalog, stored, files)
+    layer_count = megatron.read_size(config, "num_hidden_layers")
+    layers: dict[str, TensorEntry] = {}
+    stored_name_by_layer_name: dict[str, str] = {}
+    for stored_name, name in stored.items():
+        for layer_name, entry in _unstack(name, entries[stored_name], layer_count):
+            if layer_name in layers:
+                raise InputError(
+                    f'{catalog.root}: tensors "{stored_name_by_layer_name[layer_name]}" and "{stored_name}" both hold '
+                    f'"{layer_name}"; remove one of them'
+                )
+            layers[layer_name] = entry.with_name(layer_name)
+            stored_name_by_layer_name[layer_name] = stored_name
+    renamed = trainer_rules(conversions).to_model(layers)
+    if renamed.unknown:
+        raise UnsupportedError(
+            f'{catalog.root}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
+            f"{class_names[0]}; pass --base PATH with the config it was trained with, or --base none to keep the names"
+        )
+    names = sorted(renamed.tensors, key=_order)
+    mapped = replace(
+        catalog,
+        tensors={name: renamed.tensors[name] for name in names},
+        objects={},
+        planner_data=None,
+        parts=(),
+        verbatim={},
+        sidecars=tuple(each for each in catalog.sidecars if each.name not in (BACKEND_FILE, COMMON_FILE)),
+        notes=[note for note in catalog.notes if note != NAMES_NOTE],
+    )
+    optimizer = tuple(each["name"] for each in dropped if each["reason"].startswith("optimizer"))
+    return MegatronModel(
+        mapped,
+        {name: tuple(dict.fromkeys(stored_name_by_layer_name[old] for old in renamed.sources[name])) for name in names},
+        dropped,
+        optimizer,
+        conversions,
+        tuple(_notes(catalog, stored, prefixes[0], str(class_names[0]), config, optimizer)),
+    )
+
+
+def with_disk_names(catalog: Catalog, config: Mapping[str, Any] | None) -> Catalog:
+    """Return a checkpoint with Megatron's names under disk names; any other catalog as it is.
+
+    Raises:
+        InputError, UnsupportedError: See `map_megatron_names`.
+    """
+    if config is None or not has_megatron_names(catalog):
+        return catalog
+    with catalog.source.open(catalog.identities) as files:
+        model = map_megatron_names(catalog, config, files)
+    return catalog if model is None else _with_state(catalog, model)
+
+
+def with_common_names(a: Catalog, b: Catalog, *, needs_bytes: bool = True) -> tuple[Catalog, Catalog]:
+    """Return two checkpoints to compare; if only one has Megatron's names, it gets disk names.
+
+    One without a config uses that of the other. If its names cannot be mapped, it keeps them, with a note.
+
+    Args:
+        a: First checkpoint.
+        b: Second checkpoint.
+        needs_bytes: False if only names and shapes are compared.
+
+    Raises:
+        ReadError: The storage failed.
+    """
+    if has_megatron_names(a) == has_megatron_names(b):
+        return a, b
+    return _with_config_of(a, b, needs_bytes), _with_config_of(b, a, needs_bytes)
+
+
+def _with_config_of(catalog: Catalog, other: Catalog, needs_bytes: bool) -> Catalog:
+    if not has_megatron_names(catalog):
+        return catalog
+    config = catalog.config or other.config
+    try:
+        if needs_bytes:
+            return with_disk_names(catalog, config)
+        model = map_megatron_names(catalog, config, None)
+        return catalog if model is None else _with_state(catalog, model)
+    except ReadError:
+        raise
+    except CkptxError as error:
+        return replace(catalog, notes=[*catalog.notes, f"Megatron's names kept: {error}"])
+
+
+def _with_state(catalog: Catalog, model: MegatronModel) -> Catalog:
+    """Return the model together with the state that is not mapped, which commands list as not compared or not used.
+
+    Only names of a training checkpoint have roles: in an HF checkpoint, every tensor belongs to the model.
+    """
+    state = (
+        {}
+        if not catalog.traits.is_training_format
+        else {
+            name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}": catalog.tensors[name]
+            for name in (each["name"] for each in model.dropped)
+            if not _EXTRA_STATE.search(name)
+        }
+    )
+    return replace(
+        model.catalog,
+        tensors={**model.catalog.tensors, **{name: entry.with_name(name) for name, entry in state.items()}},
+        objects={name: entry for name, entry in catalog.objects.items() if not _EXTRA_STATE.search(name)},
+        notes=[*model.catalog.notes, *model.notes],
+    )
+
+
+def _split_names(catalog: Catalog, prefix: str) -> tuple[dict[str, str], tuple[dict[str, str], ...]]:
+    """Return stored names of the tensors of the model -> name without the prefix, and all other tensors as dropped."""
+    stored: dict[str, str] = {}
+    dropped = []
+    for name in catalog.tensors:
+        if is_optimizer(name) or _CHAINED_OPTIMIZER.match(name):
+            dropped.append({"name": name, "reason": "optimizer state of Megatron, not mapped"})
+        elif is_trainer_state(name) or name.partition(".")[0].partition("/")[0] in _OTHER_ROOTS:
+            dropped.append({"name": name, "reason": "training state of Megatron, not mapped"})
+        elif _EXTRA_STATE.search(name):
+            dropped.append({"name": name, "reason": "_extra_state of TransformerEngine"})
+        elif name.startswith(prefix):
+            stored[name] = name.removeprefix(prefix)
+        else:
+            raise UnsupportedError(
+                f'{catalog.root}: tensor "{name}" is outside of the Megatron model under "{prefix}", so it cannot be '
+                "mapped; pass --base none to keep the names"
+            )
+    return stored, tuple(dropped)
+
+
+def _locate(catalog: Catalog, names: Mapping[str, str], files: SourceFiles | None) -> dict[str, TensorEntry]:
+    """Return the entries of these stored names with every chunk located, or with one chunk each without files."""
+    entries = {name: catalog.tensors[name] for name in names}
+    if files is None:
+        return {
+            name: entry._replace(chunks=(Chunk(full_region(entry.shape), name, 0, entry.nbytes),), replicas=())
+            for name, entry in entries.items()
+        }
+    if not catalog.traits.has_archives:
+        return entries
+    from ckptx.formats.dcp.reader import locate_payloads
+
+    return locate_payloads(replace(catalog, tensors=entries), files).tensors
+
+
+def _unstack(name: str, entry: TensorEntry, layer_count: int) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield a tensor of all layers as one for each layer; others unchanged.
+
+    Raises:
+        InputError: It has another number of layers.
+    """
+    suffix = megatron.layer_suffix(name)
+    if suffix is None:
+        yield name, entry
+        return
+    if not entry.shape or entry.shape[0] != layer_count:
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)} holds {entry.shape[0] if entry.shape else 0} layers, '
+            f"but config.json has num_hidden_layers {layer_count}; pass --base PATH with the config it was trained with"
+        )
+    for index, layer in enumerate(unmerge(entry, 0)):
+        yield f"{megatron.LAYERS}.{index}.{suffix}", layer
+
+
+def _order(name: str) -> tuple[int, ...]:
+    """Return the position of a disk name in the model: embedding, layers with their experts, norm and head."""
+    indices = indices_of(name)
+    if indices:
+        return (1, *indices)
+    return (0,) if "embed" in name else (2,)
+
+
+def _notes(
+    catalog: Catalog,
+    stored: Mapping[str, str],
+    prefix: str,
+    class_name: str,
+    config: Mapping[str, Any],
+    optimizer: tuple[str, ...],
+) -> Iterator[str]:
+    """Yield the notes on what the mapping did besides renaming."""
+    of_prefix = f' under "{prefix}"' if prefix else ""
+    yield f"Megatron's names{of_prefix} mapped to those of {class_name}"
+    vocab_size = megatron.read_size(config, "vocab_size")
+    padded = {
+        name: catalog.tensors[name].shape[0] - vocab_size
+        for name, short in stored.items()
+        if short in megatron.VOCABULARY
+    }
+    for rows in sorted({rows for rows in padded.values() if rows}):
+        names = [name for name, each in padded.items() if each == rows]
+        yield f"vocabulary padding: {counted(rows, 'row')} after vocab_size {vocab_size} left out of {', '.join(names)}"
+    if optimizer:
+        yield f"optimizer state of Megatron is not mapped, left out: {counted(len(optimizer), 'tensor')}"
+    extra_states = sum(_EXTRA_STATE.search(name) is not None for name in catalog.objects)
+    if extra_states:
+        yield f"_extra_state of TransformerEngine left out: {counted(extra_states, 'object')}"
