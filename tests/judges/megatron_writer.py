@@ -170,7 +170,6 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
     from megatron.core.transformer.moe import moe_utils
 
     CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()  # no dropout: random numbers are not used
