@@ -87,7 +87,7 @@ def build_model(config: dict[str, Any], dtype: torch.dtype, tp: int, pp: int, ep
             "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
             "moe_router_topk": config["num_experts_per_tok"],
             "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": "allgather",
             "moe_grouped_gemm": False,
         }
     if experts and style == "layers":
