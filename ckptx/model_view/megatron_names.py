@@ -25,7 +25,7 @@ from ckptx.mapping.name_index import indices_of
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rewrite import unmerge
-from ckptx.model_view.view import trainer_rules
+from ckptx.mapping.rules import TrainerRules
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted
 
@@ -103,7 +103,7 @@ def map_megatron_names(
                 )
             layers[layer_name] = entry.with_name(layer_name)
             stored_name_by_layer_name[layer_name] = stored_name
-    renamed = trainer_rules(conversions).to_model(layers)
+    renamed = TrainerRules(conversions).from_trainer(layers)
     if renamed.unknown:
         raise UnsupportedError(
             f'{catalog.root}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
