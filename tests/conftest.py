@@ -18,7 +18,11 @@ from tests.support.pool import GC_THRESHOLDS, GlooPool
 from tests.support.transformers_version import IS_TABLES_VERSION
 
 # Compared with packages that only `make judges` installs.
-_JUDGES = {"compressed_tensors": "judges/test_compressed_tensors.py", "megatron": "judges/test_megatron.py"}
+_JUDGES = {
+    "compressed_tensors": "judges/test_compressed_tensors.py",
+    "deepspeed": "judges/test_deepspeed_engine.py",
+    "megatron": "judges/test_megatron.py",
+}
 collect_ignore = [file for package, file in _JUDGES.items() if find_spec(package) is None]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

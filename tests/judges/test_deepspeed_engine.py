@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.catalog_tensors import read_checkpoint, read_safetensors
 
-pytest.importorskip("deepspeed")
-
 WRITER = Path(__file__).resolve().parents[2] / "tools" / "build_deepspeed_fixtures.py"
 
 
