@@ -21,7 +21,7 @@ from tests.support.transformers_version import IS_TABLES_VERSION
 _JUDGES = {
     "compressed_tensors": "judges/test_compressed_tensors.py",
     "deepspeed": "judges/test_deepspeed_engine.py",
-    "megatron": "judges/test_megatron.py",
+    "megatron": "judges/test_megatron_core.py",
 }
 collect_ignore = [file for package, file in _JUDGES.items() if find_spec(package) is None]
 

@@ -166,7 +166,8 @@ def test_forecast_counts_what_it_shows(tmp_path: Path) -> None:
     assert {kind for kind, nbytes in row["between_steps_by_kind"].items() if nbytes} <= set(shown_kinds)
     for match in kinds:
         assert is_size(match[2], row["by_kind"][match[1]]) and is_size(match[3], row["between_steps_by_kind"][match[1]])
-    shown = re.findall(rf"^ +({SIZE})  [\w ]+? +\w+ \[", text, re.MULTILINE)
+    rows = re.findall(rf"^ +({SIZE})  [\w ]+? +\w+ \[.*?(?:\((\d+) of this size\))?$", text, re.MULTILINE)
+    shown = [size for size, count in rows for _ in range(int(count or 1))]
     assert len(shown) == len(row["largest_tensors"])
     assert all(is_size(size, each["bytes"]) for size, each in zip(shown, row["largest_tensors"], strict=True))
     assert parse_count(re.findall(rf"({NUMBER}) parameters", text)[0]) == document["parameters"]
