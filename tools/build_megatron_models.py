@@ -9,8 +9,11 @@ saved on two ranks. The script does not use ckptx, and runs without a GPU.
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.megatron_models import config_of, save_model, write_with_megatron
 
@@ -28,6 +31,15 @@ def main() -> None:
         shutil.rmtree(FIXTURES / name, ignore_errors=True)
         save_model(FIXTURES / name / "hf", config_of(class_name, **settings))
         write_with_megatron(FIXTURES / name / "hf", FIXTURES / name / "torch_dist", tp=tp, pp=pp, style=style)
+        forget_path(FIXTURES / name / "torch_dist")
+
+
+def forget_path(checkpoint: Path) -> None:
+    """Replace the path of this machine, which torch records in `.metadata`."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    assert metadata.storage_meta is not None
+    metadata.storage_meta.checkpoint_id = checkpoint.name
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 if __name__ == "__main__":
