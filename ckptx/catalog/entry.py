@@ -109,7 +109,30 @@ class ShardedChunks(Sequence[Chunk]):
         return Chunk(region, file, self.offsets[index], self.lengths[index], is_archive=self.are_archives)
 
 
-class ArchiveChunks(Sequence[Chunk]):
+class ComputedChunks(Sequence[Chunk]):
+    """Base class of chunks that are created on access. Two sequences of one class are equal if their chunks are."""
+
+    __slots__ = ()
+
+    def make_chunk(self, index: int) -> Chunk:
+        """Return the chunk at a position, which may be negative."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        return tuple(self)[index] if isinstance(index, slice) else self.make_chunk(index)
+
+
+class ArchiveChunks(ComputedChunks):
     """The archives of one tensor of a DCP, as chunks that are created on access.
 
     Equally sharded tensors share all but the offsets. For most tensors of a large checkpoint only the position and the
@@ -150,19 +173,7 @@ class ArchiveChunks(Sequence[Chunk]):
         columns = self.regions, self.files, self.offsets, self.lengths
         return map(_archive_chunk, zip(*columns, repeat(None), repeat(None), repeat(True), strict=False))
 
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, ArchiveChunks) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
+    def make_chunk(self, index: int) -> Chunk:
         region, file = self.regions[index], self.files[index]
         return Chunk(region, file, self.offsets[index], self.lengths[index], is_archive=True)
 

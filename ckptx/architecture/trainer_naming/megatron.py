@@ -19,9 +19,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptx.architecture.configs import invalid_value_message
-from ckptx.architecture.correction_schema import InvalidCorrectionError
-from ckptx.architecture.correction_types import expand_braces, filter_by_class
-from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
+from ckptx.architecture.correction_types import expand_braces
+from ckptx.architecture.trainer_naming.forms import find_form, list_classes
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.names import is_state_prefix
 from ckptx.mapping.ops import Conversion, Op
@@ -115,13 +114,7 @@ def layer_suffix(name: str) -> str | None:
 
 def form_of(class_name: str) -> str | None:
     """Return the form of the names of a class, a key of `FORMS`; None if they are unknown."""
-    corrections = filter_by_class(corrections_of_class(class_name).megatron, class_name)
-    if not corrections:
-        return None
-    form = corrections[0].form
-    if form not in FORMS:
-        raise InvalidCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
-    return form
+    return find_form("megatron", class_name, FORMS)
 
 
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
@@ -137,13 +130,9 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
     """
     form = form_of(class_name)
     if form is None:
-        known = sorted(
-            correction.class_name
-            for model_type in model_types_with_corrections()
-            for correction in corrections_of(model_type).megatron
-        )
+        known = ", ".join(list_classes("megatron"))
         raise UnsupportedError(
-            f"{class_name}: the tensors have Megatron's names, which are mapped for {', '.join(known)} only; "
+            f"{class_name}: the tensors have Megatron's names, which are mapped for {known} only; "
             "pass --base none to keep the names"
         )
     return tuple(

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptx.architecture.configs import read_flag
-from ckptx.architecture.correction_schema import InvalidCorrectionError
-from ckptx.architecture.correction_types import filter_by_class
-from ckptx.architecture.corrections import corrections_of, corrections_of_class, model_types_with_corrections
+from ckptx.architecture.trainer_naming.forms import find_form, list_classes
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
@@ -64,13 +62,7 @@ _LEGACY_NAMES = {
 
 def form_of(class_name: str) -> str | None:
     """Return the form of the names of a class, one of `FORMS`; None if torchtitan has no model of it."""
-    corrections = filter_by_class(corrections_of_class(class_name).torchtitan, class_name)
-    if not corrections:
-        return None
-    form = corrections[0].form
-    if form not in FORMS:
-        raise InvalidCorrectionError(f'{class_name}: "{form}" is not a form of names; use one of {", ".join(FORMS)}')
-    return form
+    return find_form("torchtitan", class_name, FORMS)
 
 
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
@@ -86,14 +78,8 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
     """
     form = form_of(class_name)
     if form is None:
-        known = sorted(
-            correction.class_name
-            for model_type in model_types_with_corrections()
-            for correction in corrections_of(model_type).torchtitan
-        )
-        raise UnsupportedError(
-            f"{class_name}: torchtitan names are known for {', '.join(known)} only; keep the names of the Hub"
-        )
+        known = ", ".join(list_classes("torchtitan"))
+        raise UnsupportedError(f"{class_name}: torchtitan names are known for {known} only; keep the names of the Hub")
     for key in ("attention_bias", "mlp_bias"):
         if read_flag(config, (key,)):
             raise UnsupportedError(

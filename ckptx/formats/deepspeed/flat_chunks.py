@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, Record
+from ckptx.catalog.entry import Chunk, ComputedChunks, Record
 from ckptx.catalog.region import Region, Shape, flat_range_regions, full_region
 
 
@@ -88,7 +88,7 @@ class FlatLayout:
                 begin += region.numel
 
 
-class FlatChunks(Sequence[Chunk]):
+class FlatChunks(ComputedChunks):
     """The chunks of one tensor in the flat tensors of all ranks, created on access.
 
     Attributes:
@@ -122,17 +122,5 @@ class FlatChunks(Sequence[Chunk]):
         record = part.record if piece.rank in self.checked_ranks else None
         return Chunk(piece.region, part.file, offset, piece.region.numel * itemsize, None, record)
 
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, FlatChunks) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        if isinstance(index, slice) or not prod(self.layout.shape):
-            return tuple(self)[index]
-        return self._chunk(self.layout.pieces[index])
+    def make_chunk(self, index: int) -> Chunk:
+        return self._chunk(self.layout.pieces[index]) if prod(self.layout.shape) else tuple(self)[index]
