@@ -1,4 +1,4 @@
-"""Progress on a terminal: what a command does, and for how long; nothing elsewhere."""
+"""On a terminal, commands show their current step and its duration; elsewhere they show nothing."""
 
 from __future__ import annotations
 

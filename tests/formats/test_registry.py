@@ -112,7 +112,7 @@ def test_shards_below_an_hf_checkpoint_stay_behind(place: MemoryPath) -> None:
 
 @pytest.mark.parametrize("config", [None, LLAMA])
 def test_files_with_training_state_next_to_a_dcp_are_noted(place: MemoryPath, config: dict[str, Any] | None) -> None:
-    """What accelerate saves next to the two DCPs, and a file that no trainer writes."""
+    """Files that accelerate saves next to the two DCPs are listed in a note; a file of no trainer is not."""
     write_dcp(place / "pytorch_model_fsdp_0", TENSORS)
     write_dcp(place / "optimizer_0", {"exp_avg": TENSORS["w"]})
     for name in ("scheduler.bin", "random_states_0.pkl", "unrelated.txt"):

@@ -52,6 +52,6 @@ def logits_of(path: Path) -> torch.Tensor:
     """The logits of transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad():
         return model(TOKENS).logits.float()  # type: ignore[no-any-return]

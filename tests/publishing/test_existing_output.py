@@ -150,7 +150,7 @@ def test_a_changed_header_or_copy_on_any_rank_is_noticed(place: MemoryPath, dims
 
 
 def test_a_storage_that_fails_is_no_difference(place: MemoryPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever read fails: what the files hold is unknown, so that nothing may be decided."""
+    """If any read fails, the contents of the files are unknown, so that the output is not accepted."""
     with written(place, ParallelDims(tp=2)) as (plan, _, files):
         out, failing_read, reads = place / "out", 0, 0
 

@@ -29,7 +29,7 @@ TIME = 1_700_000_000 * 10**9
 
 
 class Messages:
-    """What the ranks of a run have sent, and the first failure."""
+    """Fake communication of ranks: the messages that they have sent, and the first failure."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()

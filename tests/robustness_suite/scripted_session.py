@@ -90,7 +90,7 @@ def _save(path: Path, state: State) -> None:
 
 
 def memory_items(step: int, rank: int) -> dict[tuple[str, str], str]:
-    """What a rank has in memory after a step, by oracle and item."""
+    """Return the values of a rank in memory after a step, by oracle and item."""
     return {
         ("model", "w"): f"{step}", ("finite", "w"): "finite", ("names", "w"): "present",
         ("moments", "w.exp_avg"): f"{step}", ("finite", "w.exp_avg"): "finite", ("adam step", "w"): f"{step}",
@@ -101,7 +101,7 @@ def memory_items(step: int, rank: int) -> dict[tuple[str, str], str]:
 
 
 def held_shards(step: int, rank: int) -> dict[tuple[str, str], str]:
-    """What `shard_digests` finds: a replicated and a sharded tensor."""
+    """Return digests like those of `shard_digests`, of a replicated and a sharded tensor."""
     return {("norm", "whole"): f"{step}", ("w", f"half {rank}"): f"{step} {rank}"}
 
 

@@ -79,7 +79,7 @@ def damaged(name: str, change: Callable[[Path], object]) -> InjectedFault:
 
 
 def expected_counts(session: ScriptedSession, phase: int) -> Mapping[str, int]:
-    """What each oracle of a phase has to compare, in a run of two ranks that saves steps 2, 3 and 4 of 4."""
+    """Each oracle of a phase compares the right runs and steps; two ranks save steps 2, 3 and 4 of 4."""
     in_memory = Counter(oracle for oracle, _ in ITEMS)
     stored = Counter(oracle for oracle, _ in read_items(session.uninterrupted_checkpoint(2)))
     files, tensors = len([*session.uninterrupted_checkpoint(2).iterdir()]), len(SHAPES)

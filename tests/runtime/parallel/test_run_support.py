@@ -1,4 +1,4 @@
-"""What the tables alone say about running a checkpoint on a mesh is what the runtime does."""
+"""The tables state which checkpoints run on which mesh; the runtime runs exactly these."""
 
 from __future__ import annotations
 
