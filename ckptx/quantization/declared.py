@@ -13,6 +13,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 _KEY = "quantization_config"
 _METHODS = frozenset(method for scheme in SCHEMES for method in scheme.methods)
 _MAX_SIZE = 1 << 20  # of a side of a block
+_NVFP4_GROUP = 16  # elements of a row that share a scale
 _RESTORE = "restore the file that was published with the checkpoint"
 # Field of `DeclaredQuantization` -> key of the config, for fields that `description` leaves out.
 _UNDESCRIBED_KEYS = {
@@ -236,9 +237,10 @@ def _parse_code_format(weights: Mapping[str, Any], format_name: object, where: s
 
 def _parse_modelopt(value: Mapping[str, Any], location: str) -> DeclaredQuantization:
     layers = value.get("quantized_layers")
-    algorithms = [value.get("quant_algo")]
-    if algorithms == ["MIXED_PRECISION"] and isinstance(layers, Mapping):
-        algorithms = [layer.get("quant_algo") for layer in layers.values() if isinstance(layer, Mapping)]
+    entries: list[Mapping[str, Any]] = [value]
+    if value.get("quant_algo") == "MIXED_PRECISION" and isinstance(layers, Mapping):
+        entries = [layer for layer in layers.values() if isinstance(layer, Mapping)]
+    algorithms = [each.get("quant_algo") for each in entries]
     if not algorithms:
         raise InputError(f"{location}: has quant_algo MIXED_PRECISION, but no quantized_layers; {_RESTORE}")
     methods = tuple(dict.fromkeys(f"modelopt:{algorithm}" for algorithm in algorithms))
@@ -253,4 +255,8 @@ def _parse_modelopt(value: Mapping[str, Any], location: str) -> DeclaredQuantiza
                 f"{location}: has quant_algo {method.partition(':')[2]}, which ckptx does not decode; start from the "
                 "checkpoint that it was quantized from"
             )
+    for each in entries:
+        size = each.get("group_size")
+        if each.get("quant_algo") == "NVFP4" and size not in (None, _NVFP4_GROUP):
+            raise InputError(f"{location}: has group_size {size!r}, but NVFP4 has groups of {_NVFP4_GROUP}; {_RESTORE}")
     return DeclaredQuantization(location, methods)

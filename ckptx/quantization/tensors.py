@@ -388,6 +388,14 @@ def _check_declared(name: str, scheme: Scheme, declared: DeclaredQuantization | 
             f'{declared.location} declares {declared.description}, but tensor "{name}" is stored in the '
             f"{scheme.name} format of {' or '.join(scheme.methods)}; restore the config that belongs to this checkpoint"
         )
+    group = _GROUPS.get(scheme.blocks)
+    declared_groups = {size for code_format, size in declared.group_sizes if code_format == scheme.code_format}
+    if group is not None and declared_groups and group not in declared_groups:
+        raise InputError(
+            f"{declared.location} declares groups of {' and '.join(map(str, sorted(declared_groups)))}, but tensor "
+            f'"{name}" is stored in the {scheme.name} format, whose groups have {group} elements; restore the config '
+            "that belongs to this checkpoint"
+        )
 
 
 def _refuse_leftovers(entries: Mapping[str, TensorEntry], known: set[str], root: str) -> None:

@@ -78,6 +78,18 @@ def with_weights(**keys: Any) -> Callable[[Checkpoint], None]:
     return lambda each: each.weights.update(keys)
 
 
+def with_group_size(size: object) -> Callable[[Checkpoint], None]:
+    """Change the group size in `hf_quant_config.json`."""
+
+    def change(checkpoint: Checkpoint) -> None:
+        assert checkpoint.document is not None
+        document = json.loads(json.dumps(checkpoint.document))
+        document["quantization"]["group_size"] = size
+        checkpoint.document = document
+
+    return change
+
+
 def replacing(config: Any) -> Callable[[Checkpoint], None]:
     return lambda each: each.config.__setitem__("quantization_config", config)
 
@@ -117,6 +129,16 @@ PACKED, ZERO_POINT = f"{STEM}.weight_packed", f"{STEM}.weight_zero_point"
 WEIGHT_SCALE = f"{STEM}.weight_scale"
 # Case -> scheme, change, exit code, words of the message.
 CASES: dict[str, tuple[str, Callable[[Checkpoint], None], int, str]] = {
+    # Groups of another size than the format has.
+    "nvfp4 in groups of 24": ("nvfp4", with_group_size(24), 3, "group_size 24, but NVFP4 has groups of 16"),
+    "nvfp4 in groups of -1": ("nvfp4", with_group_size(-1), 3, "group_size -1"),
+    "nvfp4 in groups of a list": ("nvfp4", with_group_size([16]), 3, r"group_size \[16\]"),
+    "packed nvfp4 in groups of 32": (
+        "nvfp4 packed", with_weights(group_size=32), 3, r"groups of 32, .* groups have 16 elements"
+    ),
+    "packed mxfp4 in groups of 16": (
+        "mxfp4 packed", with_weights(group_size=16), 3, r"groups of 16, .* groups have 32 elements"
+    ),
     # Parts that are missing, left over, or of another shape or dtype.
     "fp8 without scales": ("fp8 blocks", without(SCALE), 3, "its scales are missing"),
     "scales without weight": ("fp8 blocks", without(NAME), 3, f'"{SCALE}"'),
