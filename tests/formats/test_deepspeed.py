@@ -242,6 +242,13 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str]] = {
         then(lambda root: (root / optim(0)).unlink()), r"1 of 2 \*_optim_states.pt files are missing, of ranks 0"
     ),
     "the last rank without a file": (then(lambda root: (root / optim(1)).unlink()), "optimizer states of 1 of 2 ranks"),
+    "the optimizer states of rank 1 are those of rank 0": (
+        then(lambda root: shutil.copy(root / optim(0), root / optim(1)), 3), "same elements as .* of rank 0"
+    ),
+    "the same in stage 2": (then(lambda root: shutil.copy(root / optim(0), root / optim(1))), "does not round to the"),
+    "the model states of rank 1 are those of rank 0, with frozen parameters": (
+        then(lambda root: shutil.copy(root / model_of(0), root / model_of(1)), 3), "same elements as .* of rank 0"
+    ),
     "stage 3 without optimizer states": (
         then(lambda root: [(root / optim(rank)).unlink() for rank in (0, 1)], 3), "which have the parameters of stage 3"
     ),

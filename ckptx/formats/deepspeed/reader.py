@@ -19,6 +19,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.deepspeed.copied_files import refuse_copies
 from ckptx.formats.deepspeed.file_names import MODEL_FILE, ZeroFile, parse_zero_file
 from ckptx.formats.deepspeed.flat_chunks import FlatPart
 from ckptx.formats.deepspeed.master_check import check_masters
@@ -219,6 +220,8 @@ class _Reader:
 
     def _add_stage_3(self, model: ModelStates, states: Sequence[RankState]) -> None:
         groups = self._check_groups(model, states, stage=3)
+        with self.source.open(self.catalog.identities) as files:
+            refuse_copies(files, [[group.masters for group in state.groups] for state in states])
         parameters: dict[str, TensorEntry] = {}
         for index in range(groups):
             shapes = model.param_shapes[index]
@@ -279,6 +282,8 @@ class _Reader:
             with self._open(file.name) as files:
                 name = self.directory + file.name
                 fragments[name] = read_frozen_fragments(files, name)
+        with self.source.open(self.catalog.identities) as files:
+            refuse_copies(files, [list(parts.values()) for parts in fragments.values()])
         for name, shape in model.frozen_shapes.items():
             parts: list[FlatPart] = []
             for file_name, parts_by_name in fragments.items():
