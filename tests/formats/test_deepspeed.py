@@ -55,7 +55,7 @@ def expected_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
         if not checkpoint.stage:
             continue
         state = f"optimizer.state.{name}"
-        found[f"{state}.exp_avg"] = "F32", values.shape, (values * 2).tobytes()
+        found[f"{state}.exp_avg"] = "F32", values.shape, (values * np.float32(2)).tobytes()
         found[f"{state}.exp_avg_sq"] = "F32", values.shape, (values * values).tobytes()
         found[f"{state}.step"] = "F32", (), np.float32(3).tobytes()
         if checkpoint.stage < 3:
