@@ -24,6 +24,7 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import dtypes_after_cast
 from ckptx.model_view.config_check import match_config_with_notes
+from ckptx.model_view.master_weights import has_master_weights, use_master_weights
 from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
@@ -70,6 +71,8 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
+        if options.weights == "masters":
+            first, second = _use_masters((first, files_a), (second, files_b))
         compares_tensors_of_state = with_state and has_state(first) and has_state(second)
         a_view = _prepare_view(first, files_a, log, compares_tensors_of_state)
         b_view = _prepare_view(second, files_b, log, compares_tensors_of_state)
@@ -132,6 +135,20 @@ def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catal
     target = DTYPE_BY_OPTION.get(dtype)
     decoded_dtype = "BF16" if target is None or target.name == "BF16" else "F32"
     return open_dequantized(a, decoded_dtype), open_dequantized(b, decoded_dtype)
+
+
+def _use_masters(*views: tuple[ModelView, SourceFiles]) -> list[ModelView]:
+    """Replace the weights of each model by the fp32 masters in its optimizer state, if it has them.
+
+    Raises:
+        InputError: No model has master weights.
+    """
+    if not any(has_master_weights(view) for view, _ in views):
+        roots = " nor ".join(str(view.catalog.root) for view, _ in views)
+        raise InputError(
+            f"--weights masters: neither {roots} has fp32 master weights in an optimizer state; leave out --weights"
+        )
+    return [use_master_weights(view, files).view if has_master_weights(view) else view for view, files in views]
 
 
 def _prepare_view(view: ModelView, files: SourceFiles, log: Log, with_state: bool) -> ModelView:

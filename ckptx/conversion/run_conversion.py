@@ -10,6 +10,7 @@ for the user. Steps in which output formats differ are methods of `output`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -176,19 +177,22 @@ def _run_steps(
     if _logger.isEnabledFor(logging.DEBUG):
         for line in plan.to_lines():
             _logger.debug("%s", line)
+
+    def stored_names(names: Iterable[str]) -> set[str]:
+        return renamed.stored_names(dequantized.stored_names(model.stored_names(names)))
+
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=renamed.stored_names(
-            dequantized.stored_names(target.written_stored_names() | training_state.written_stored_names())
-        ),
-        shared=renamed.stored_names(
-            dequantized.stored_names(
-                target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
-            )
+        written=stored_names(target.written_stored_names() | training_state.written_stored_names()),
+        shared=stored_names(
+            target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
         ),
         merged=dequantized.merged,
-        dropped={each["name"] for each in (*dequantized.dropped, *dropped_state.tensors, *training_state.dropped)},
+        dropped={
+            each["name"]
+            for each in (*dequantized.dropped, *model.dropped, *dropped_state.tensors, *training_state.dropped)
+        },
         aliases={**target.aliases, **training_state.aliases},
         representatives=ties.representatives,
         stored_dtype=lambda entry: quantized.float_dtype(entry) or dequantized.stored_dtype(entry),

@@ -19,6 +19,7 @@ from ckptx.options.source import (
     LogOptions,
     RemoteCodeOptions,
     SourcePrefixOptions,
+    WeightsOptions,
 )
 from ckptx.processes.rendezvous import START_TIMEOUT
 from ckptx.report.number_formats import format_text
@@ -63,7 +64,13 @@ _DST_HELP = "Directory to write."
 
 
 class ConversionOptions(
-    LogOptions, HubOptions, BufferOptions, RemoteCodeOptions, DequantizeOptions, SourcePrefixOptions
+    LogOptions,
+    HubOptions,
+    BufferOptions,
+    RemoteCodeOptions,
+    DequantizeOptions,
+    WeightsOptions,
+    SourcePrefixOptions,
 ):
     """Options that every conversion has."""
 
@@ -200,6 +207,7 @@ class ConversionOptions(
             "source_prefix": self.source_prefix_or_none,
             "names": self.names,
             "dequantize": self.dequantize,
+            "weights": self.weights,
         }
 
 

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
 from ckptx.options.option import BOTH_CHECKPOINTS, SOURCE, Hook, Option, Options
@@ -33,6 +33,12 @@ SOURCE_PREFIX = Option(
 )
 DEQUANTIZE = Option(
     "Decode quantized weights (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of --dtype.", SOURCE
+)
+Weights = Literal["auto", "masters"]
+WEIGHTS = Option(
+    "Weights to read: auto (those of the model) or masters (the fp32 master weights in the optimizer state, for the "
+    "tensors that have one).",
+    SOURCE,
 )
 REMOTE_CODE = Option("Allow custom model code from the checkpoint.", SOURCE)
 
@@ -110,6 +116,12 @@ class DequantizeOptions(Options):
     """Option for quantized checkpoints."""
 
     dequantize: Annotated[bool, DEQUANTIZE] = False
+
+
+class WeightsOptions(Options):
+    """Option for checkpoints with master weights."""
+
+    weights: Annotated[Weights, WEIGHTS] = "auto"
 
 
 class RemoteCodeOptions(Options):

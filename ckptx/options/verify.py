@@ -24,11 +24,14 @@ from ckptx.options.sizes import parse_size
 from ckptx.options.source import (
     DEQUANTIZE,
     REMOTE_CODE,
+    WEIGHTS,
     DequantizeOptions,
     LogOptions,
     RemoteCodeOptions,
     SourcePrefixOptions,
     TwoCheckpointOptions,
+    Weights,
+    WeightsOptions,
 )
 from ckptx.options.step import ActivationCheckpointingScopeOptions, DeviceOptions, GpuMemoryOptions, MicrobatchOptions
 
@@ -122,7 +125,15 @@ class RunOptions(
             raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MAX_MICROBATCHES:,}")
 
 
-class CompareOptions(StrictOptions, BufferOptions, LogOptions, TwoCheckpointOptions, DequantizeOptions, kw_only=False):
+class CompareOptions(
+    StrictOptions,
+    BufferOptions,
+    LogOptions,
+    TwoCheckpointOptions,
+    DequantizeOptions,
+    WeightsOptions,
+    kw_only=False,
+):
     """Options of `verify` without `--run`."""
 
     command: ClassVar[str] = "verify"
@@ -139,6 +150,13 @@ class CompareOptions(StrictOptions, BufferOptions, LogOptions, TwoCheckpointOpti
         ),
     ] = "auto"
     dequantize: Annotated[bool, _DEQUANTIZE] = False
+    weights: Annotated[
+        Weights,
+        WEIGHTS._replace(
+            help="Weights to compare: auto (those of the models) or masters (the fp32 master weights in the optimizer "
+            "state of the checkpoints that have them)."
+        ),
+    ] = "auto"
     run: Annotated[Literal[False], Option(_RUN_HELP, MODEL_RUN)] = False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptx.architecture.tied import TieDecision
@@ -13,6 +13,7 @@ from ckptx.errors import InputError
 from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import match_config
 from ckptx.model_view.config_match import ConfigMatch
+from ckptx.model_view.master_weights import use_master_weights
 from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
 from ckptx.model_view.unknown_class import shared_prefix_of_unknown_class, unknown_class_note
 from ckptx.model_view.view import (
@@ -36,10 +37,21 @@ class SourceModel:
     Attributes:
         view: View of the model; every block that will be read is located.
         notes: Notes for the user.
+        masters: Stored name of each weight that is converted from its fp32 master -> stored name of the master.
     """
 
     view: ModelView
     notes: tuple[str, ...] = ()
+    masters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def dropped(self) -> list[dict[str, str]]:
+        """Stored `name` and `reason` of each weight that its master replaces."""
+        return [{"name": name, "reason": "replaced by its fp32 master weight"} for name in self.masters]
+
+    def stored_names(self, names: Iterable[str]) -> set[str]:
+        """Return the stored names of tensors; a weight that its master replaces has that of the master."""
+        return {self.masters.get(name, name) for name in names}
 
 
 def find_model(
@@ -50,7 +62,7 @@ def find_model(
     Args:
         base: Source checkpoint and its config.
         files: Files of the source.
-        options: Name prefix, `trust_remote_code`, and `dry_run`, which locates every archive immediately.
+        options: Name prefix, `weights`, `trust_remote_code`, and `dry_run`, which locates every archive immediately.
         with_state: True if training state will be read as well.
 
     Raises:
@@ -70,6 +82,10 @@ def find_model(
             f'all names of the model begin with "{shared_prefix.prefix}", which was not removed because the class is '
             f'unknown; if it is not part of the names of the class, pass --source-prefix "{shared_prefix.prefix}"'
         )
+    masters: Mapping[str, str] = {}
+    if options.weights == "masters":
+        found = use_master_weights(view, files, tie_missing=options.tie_missing)
+        view, masters = found.view, found.masters
     lazy = not options.dry_run
     view = locate_archives(view, files, lazy=lazy)
     compare_replicas(view.catalog, files)
@@ -77,7 +93,7 @@ def find_model(
         view = locate_all_archives(view, files, lazy=lazy)
     view = resolve_duplicates(view, files, with_state=with_state)
     notes = view.notes_on_other_models("copied unchanged") if with_state else ()
-    return SourceModel(view, (*view.notes, *prefix_notes, *notes))
+    return SourceModel(view, (*view.notes, *prefix_notes, *notes), masters)
 
 
 def _view_source(base: BaseCheckpoint, options: ConversionOptions, prefix: str | None) -> ModelView:

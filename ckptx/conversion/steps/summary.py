@@ -92,7 +92,12 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
             {**tie, "action": each.action, "output_names": list(each.output_names)}
             for tie, each in zip(tie_entries(ties), actions, strict=True)
         ],
-        dropped=[*conversion.dequantized.dropped, *conversion.dropped_state.tensors, *state.dropped],
+        dropped=[
+            *conversion.dequantized.dropped,
+            *conversion.model.dropped,
+            *conversion.dropped_state.tensors,
+            *state.dropped,
+        ],
         config_edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
         ranks=_rank_entries(conversion),
