@@ -78,8 +78,8 @@ class ConversionOptions(
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
             "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, optimizer "
-            "state, and tensors that the model class in transformers, or a --base that you pass and that has several "
-            "dtypes, keeps in fp32.",
+            "state, tensors that the model class in transformers keeps in fp32, and, if you pass a --base with several "
+            "dtypes, tensors that are fp32 in it.",
             OUTPUT_CHECKPOINT,
             spellings=DTYPE_SPELLINGS,
         ),
@@ -256,8 +256,8 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     tied: Annotated[
         TiedMode,
         TIED._replace(
-            help="Tied weights: copy (stored under both names), drop (stored under one name), or auto (as in the "
-            "original files if convert or reshard recorded them in SRC, in ckptx.json, else one name).",
+            help="Tied weights: copy (stored under both names), drop (stored under one name), or auto (as in the HF "
+            "files that SRC was converted from, if its ckptx.json records them, else one name).",
             metavar="auto|copy|drop",
         ),
     ] = "auto"
@@ -287,8 +287,8 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     quantize: Annotated[
         Literal["base"] | None,
         Option(
-            "Quantize the weights that are quantized in --base, in the same scheme; weights that equal the dequantized "
-            "base after rounding to bf16 keep its bytes. Other tensors are cast to their dtypes in the base.",
+            "Quantize the weights that are quantized in --base, in the same scheme. Unchanged weights, which equal the "
+            "dequantized base in bf16, are copied from the base. Other tensors are cast to their dtypes in the base.",
             OUTPUT_CHECKPOINT,
             requires=[Requirement("base")],
             excludes=("dequantize", "dtype"),

@@ -86,7 +86,7 @@ class StepOptions(
             TRAINING_STEP,
             minimum=1,
             maximum=2**16,
-            default="one per microbatch",
+            default="one per microbatch; with --search, one per GPU",
             replaces=("batch_size", "local_batch_size"),
         ),
     ] = None

@@ -10,7 +10,7 @@ RECIPES_DIR = Path(__file__).parents[1] / "runtime" / "training" / "recipes"
 # What a built-in recipe runs on -> names; the recipes of a group are listed in this order.
 _RECIPES_BY_DEVICE = {
     "on a CPU": ("llama_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
-    "on a CPU with its own training script": ("fsdp2_script", "accelerate", "transformers_trainer"),
+    "on a CPU, each with a training script that is included": ("fsdp2_script", "accelerate", "transformers_trainer"),
     "on GPUs": ("phi_4_squad", "gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "torchtitan"),
 }
 

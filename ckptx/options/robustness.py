@@ -20,8 +20,9 @@ def _ignore_report(report: RobustnessReport) -> None:
 
 
 _PHASES_HELP = (
-    "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits, 1 uninterrupted run, 2 replicas, "
-    "3 load and save, 4 export, 5 other layouts, 6 resume and 7 killed saves (processes are killed during a save)."
+    "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits (equal to those of the HF model), "
+    "1 uninterrupted run, 2 replicas (of a weight are equal), 3 load and save, 4 export, 5 other layouts, 6 resume and "
+    "7 killed saves (processes are killed during a save)."
 )
 _RECIPE_HELP = f"A YAML file, or a built-in recipe: {shipped_recipes_text()}."
 
@@ -38,7 +39,7 @@ class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptio
         str | None,
         Option(
             "Inject a fault to test the checks: exit 1 if a check detects it (the expected result), exit 2 if none "
-            "does. --inject list prints all faults.",
+            "does (or for an invalid option). --inject list prints all faults.",
             EXECUTION,
             metavar="FAULT|list",
             default="not set",

@@ -144,7 +144,8 @@ class CompareOptions(
     dtype: Annotated[
         Dtype,
         Option(
-            "Cast the reference before comparing (auto: compare as stored).",
+            "Cast the reference before comparing (auto: compare as stored). With --run, both models compute in "
+            "--compute-dtype, and other stored dtypes are only noted.",
             COMPARISON,
             spellings=DTYPE_SPELLINGS,
         ),

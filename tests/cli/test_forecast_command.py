@@ -145,7 +145,7 @@ def test_a_step_is_forecast_judged_and_drawn(model: Path, tmp_path: Path) -> Non
     assert row["by_kind"]["parameters"] == 2 * document["parameters"] + 2 * 8 * 4  # and frequencies, twice, in float32
     assert "LlamaForCausalLM" in result.stdout and "DOES NOT FIT: " in result.stdout.splitlines()[-3]
     assert result.stdout.splitlines()[-2].startswith(
-        "alternative: float32 parameters and optimizer state, computed in bfloat16"
+        "other precision: float32 parameters and optimizer state, computed in bfloat16"
     )
     other = document["other_precision"]
     assert other["peak"] > row["peak"] and other["fits"] is False
