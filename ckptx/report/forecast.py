@@ -45,7 +45,7 @@ def forecast_text(report: ForecastReport, red: Callable[[str], str] = str) -> st
     verdict_line = verdict(report)
     lines.append(verdict_line if report.fits is not False else red(verdict_line))
     if other := other_precision_text(report):
-        lines.append(f"alternative: {other}")
+        lines.append(f"other precision: {other}")
     lines.append(f"done in {report.seconds:.1f} s")
     return "\n".join(lines)
 

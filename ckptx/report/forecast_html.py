@@ -36,7 +36,8 @@ from ckptx.report.report import Report, counted, human_bytes
 
 _STYLES = ("report.css", "forecast.css")
 _AXIS_NOTE = (
-    "The horizontal axis shows the parts of a step in order, not their duration; backward passes are shaded. In short "
+    "The height is the highest memory within a part of the step. Parts are shown in order, not by their duration; "
+    "backward passes are shaded. In short "
     "labels, F is forward, B backward, C gradient clipping and O the optimizer step."
 )
 # Kind of memory -> number of its color in report.css, from the bottom of the plot to its top, longest-lived first.
@@ -170,7 +171,7 @@ def _heading(report: ForecastReport, model: str) -> ForecastHeading:
         ("settings", settings_text(report)),
     ]
     if other := other_precision_text(report):
-        facts.append(("alternative", other))
+        facts.append(("other precision", other))
     css_class = {True: "ok", False: "bad", None: "known"}[report.fits]
     return ForecastHeading(report.architecture, model, css_class, word, text, facts)
 

@@ -46,7 +46,7 @@ def search_text(report: SearchReport, red: Callable[[str], str] = str) -> str:
     verdict_line = search_verdict(report)
     lines.append(verdict_line if report.layouts else red(verdict_line))
     if other := other_precision_text(report):
-        lines.append(f"alternative: {other}")
+        lines.append(f"other precision: {other}")
     lines.append(f"done in {report.seconds:.0f} s, {counted(report.evaluated_steps, 'step')} evaluated")
     return "\n".join(lines)
 

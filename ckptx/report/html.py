@@ -305,7 +305,7 @@ def _mesh_description(layout: Layout) -> Markup:
             "ranks{}"
         ).format(
             dims.tp, dims.pp, dims.dp_shard, counted(dims.world_size, "rank"),
-            "; each stage has the same colors." if dims.pp > 1 else ".",
+            "; a color stands for the same coordinates in each stage." if dims.pp > 1 else ".",
         )  # fmt: skip
     num_replicated = layout.once_stored_count
     if num_replicated:

@@ -76,7 +76,7 @@ def conversion_text(report: ConversionReport) -> str:
                 f"quantized: {unchanged:,} unchanged and copied from the base, "
                 f"{len(encoded):,} changed and quantized{more}"
             )
-    if report.layout is not None:
+    if report.layout is not None and (len(report.ranks) > 1 or report.command == "reshard"):
         lines += _layout_lines(report, report.layout)
     ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in (*_TIE_RESULTS, "single")])
     lines += map(_tie_line, ties)
@@ -149,7 +149,10 @@ def _source_line(report: ConversionReport) -> str:
     ledger = report.ledger
     stored = ledger["target"]["stored"]
     parts = [f"{ledger['written']:,} written"]
-    if stored != ledger["written"]:
+    if ledger["written"] not in (
+        stored,
+        ledger["target"]["tensors"],
+    ):  # fused or split; copies have a count of their own
         parts[0] += f" as {counted(stored, 'tensor')}"
     if ledger["tied"]:
         parts.append(f"{ledger['tied']:,} tied to {'a written one' if ledger['tied'] == 1 else 'written ones'}")

@@ -191,7 +191,7 @@ def test_a_dcp_keeps_the_optimizer_and_hf_files_drop_it(stage: int, tmp_path: Pa
         == len(expected)
         == report.ledger["written"] + report.ledger["dropped"] + report.ledger["tied"]
     )
-    assert any("optimizer settings not converted" in note for note in report.notes)
+    assert any("optimizer settings are not read" in note for note in report.notes)
 
 
 def test_other_values_are_noted(tmp_path: Path) -> None:

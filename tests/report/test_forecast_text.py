@@ -158,7 +158,7 @@ def test_the_other_precision_is_below_the_verdict(memory: int | None, said: str)
     lines = forecast_text(alone(gpu_memory=memory, other_precision=other, settings=settings)).splitlines()
     assert "master" in lines[-3]
     assert lines[-2] == (
-        "alternative: float32 parameters and optimizer state, computed in bfloat16 "
+        "other precision: float32 parameters and optimizer state, computed in bfloat16 "
         f"(--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): {said}"
     )
     assert not any(line.startswith("with ") for line in forecast_text(alone()).splitlines())

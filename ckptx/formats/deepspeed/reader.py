@@ -385,7 +385,7 @@ class _Reader:
         }
         listed = "".join(f', "{key[:40]}"' for key in sorted(left)[:_MAX_LISTED])
         self.catalog.notes.append(
-            "optimizer settings not converted: learning rate, betas, loss scale and other values of param_groups"
+            "optimizer settings are not read: learning rate, betas, loss scale and other values of param_groups"
             + listed
         )
 

@@ -48,8 +48,8 @@ class ConversionReport(Report):
         dropped_optimizer: Number of `tensors` and `bytes` of optimizer state that was dropped.
         objects: Pickled objects: their `count`, and `bytes` if they were dropped, or `is_copied: true`.
         state_without_parameter: Names of optimizer-state tensors that belong to no known parameter; stored on rank 0.
-        state_replicated: Names of optimizer-state tensors that are replicated because their shape differs from that of
-            their parameter.
+        state_replicated: Names of optimizer-state tensors of more than one element that are replicated because their
+            shape differs from that of their parameter.
         layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`), and `stages`: path and range of the layers of each.
         chunks: Number of chunks that the tensors of the model are stored in, over all ranks.
         rules: Sharding of the tensors by TP: one entry for each name pattern and decision, with `pattern`, `tensors`
