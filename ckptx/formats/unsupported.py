@@ -67,13 +67,13 @@ UNSUPPORTED_KINDS = (
     ),
     UnsupportedKind(
         r"latest_universal|global_step\d+_universal",
-        "a DeepSpeed universal checkpoint",
-        "pass the checkpoint it was made from",
+        "a DeepSpeed universal checkpoint without its *_model_states.pt files",
+        "copy them from the machine that wrote it",
     ),
     UnsupportedKind(
         r"exp_avg_sq\.pt|exp_avg\.pt|fp32\.pt",
         "a parameter of a DeepSpeed universal checkpoint",
-        "pass the checkpoint it was made from",
+        "pass the directory with zero/ and the *_model_states.pt files",
     ),
     UnsupportedKind(
         STATE_FILE_PATTERN,

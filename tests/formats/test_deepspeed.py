@@ -339,7 +339,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another optimizer state": (
         writes(rank_keys={"single_partition_of_fp32_groups": ...}), "has neither single_partition_of_fp32_groups nor"
     ),
-    "a universal checkpoint": (then(lambda root: (root / "zero").mkdir()), "universal checkpoint"),
     "a file of torch before 1.6": (
         then(lambda root: (root / optim(0)).write_bytes(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")), "before 1.6"
     ),

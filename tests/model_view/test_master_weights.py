@@ -112,9 +112,9 @@ def test_masters_that_do_not_fit_are_refused(changes: dict[str, Any], error: str
 def test_checkpoints_without_masters_are_refused(tmp_path: Path) -> None:
     write_hf(tmp_path / "hf", llama(), config=TIED)
     stage_3 = Checkpoint([numbers((5, 3))], 2, 3).write(tmp_path / "ds")
-    with pytest.raises(InputError, match="requires fp32 master weights in the optimizer state, .* there are none; "):
+    with pytest.raises(InputError, match=r"requires fp32 master weights in the optimizer state, .* there are none; "):
         ckptx.convert("to-dcp", tmp_path / "hf", tmp_path / "out", weights="masters")
     with pytest.raises(InputError, match="the weights themselves are the masters"):
         ckptx.convert("to-hf", stage_3, tmp_path / "out", base="none", weights="masters")
-    with pytest.raises(InputError, match="neither .*hf nor .*hf has fp32 master weights"):
+    with pytest.raises(InputError, match=r"neither .*hf nor .*hf has fp32 master weights"):
         ckptx.verify(tmp_path / "hf", tmp_path / "hf", weights="masters")

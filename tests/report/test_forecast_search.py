@@ -67,7 +67,8 @@ def test_the_verdict_names_the_precision_and_the_peak_of_the_other(fits: bool, d
     master = "" if dtype == "float32" else ", no float32 master weights"
     assert verdict.endswith(f"; {dtype} {states}{master}")
     assert beside == (
-        f"other precision: float32 {states}, computed in bfloat16 (--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): "
+        f"other precision: float32 {states}, computed in bfloat16 "
+        "(--dtype fp32 --param-dtype bf16 --reduce-dtype fp32): "
         "FITS: peak 900.00 MiB + reserve 24.00 MiB of 1.00 GiB GPU memory; 100.00 MiB free"
     )
 

@@ -58,6 +58,32 @@ class Checkpoint:
             self.write_optimizer(root / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", rank)
         return root
 
+    def write_universal(self, root: Path) -> Path:
+        """Write the model states and one file per tensor, as `ds_to_universal --inject_missing_state` makes them."""
+        for rank in range(self.ranks if self.stage == 3 else 1):
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            (root / "zero").mkdir(parents=True, exist_ok=True)
+            self.write_model(root / f"{name}_model_states.pt", rank)
+        for name, values in self.parameters().items():
+            states = {"fp32": values, "exp_avg": values * np.float32(2), "exp_avg_sq": values * values}
+            for key, each in states.items():
+                self.write_parameter(root / "zero" / name / f"{key}.pt", each)
+            if self.stage < 3:
+                archive = Archive()
+                step = archive.stored("FloatStorage", (), np.float32(3).tobytes())
+                archive.write(root / "zero" / name / "step.pt", step)
+        for name, values in {**self.frozen, **self.buffers}.items() if self.stage < 3 else ():
+            self.write_parameter(root / "zero" / name / "fp32.pt", values)
+        Archive().write(root / "zero" / "optimizer_state.pt", {"zero_stage": self.stage})
+        return root
+
+    def write_parameter(self, path: Path, values: np.ndarray[Any, Any], **keys: Any) -> None:
+        """Write one tensor of a universal checkpoint: in a dict, but in stage 3 alone and flat."""
+        path.parent.mkdir(exist_ok=True)
+        archive = Archive()
+        tensor = archive.stored("FloatStorage", values.shape if self.stage < 3 else (values.size,), values.tobytes())
+        archive.write(path, tensor if self.stage == 3 else {"param": tensor, "cat_dim": 0, **keys})
+
     def write_model(self, path: Path, rank: int = 0) -> None:
         archive = Archive()
         module: dict[str, Any] = {}

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.deepspeed.file_names import LATEST, MODEL_FILE, is_deepspeed_file
+from collections.abc import Iterator
+
+from ckptx.errors import InputError
+from ckptx.formats.deepspeed.file_names import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MODEL_FILE,
+    UNIVERSAL_DIRECTORY,
+    is_deepspeed_file,
+    is_parameter_file,
+)
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapeReader
 from ckptx.formats.unsupported import is_unsupported_deepspeed, refuse_directory
 from ckptx.storage.interface import Source
 
 _MAX_TAG_BYTES = 4096
-_UNIVERSAL_DIRECTORY = "zero"
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
@@ -25,21 +33,22 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
 
     Raises:
         InputError: `latest` names a directory that does not exist.
-        UnsupportedError: The checkpoint has tensor parallelism, pipeline stages or experts, or is a universal one.
+        UnsupportedError: The checkpoint has tensor parallelism, pipeline stages or experts.
     """
     names = _step_files(source)
     if names:
         return LocatedCheckpoint(source, "deepspeed", names)
-    if not source.listing().is_file(LATEST):
+    latest = next((name for name in (LATEST, LATEST_UNIVERSAL) if source.listing().is_file(name)), None)
+    if latest is None:
         return None
-    tag = source.read_small(LATEST, _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
+    tag = source.read_small(latest, _MAX_TAG_BYTES).decode("utf-8", "replace").strip()
     directories = source.listing().directories()
     if tag not in directories:
         steps = [name for name in directories if any(map(is_deepspeed_file, _names_in(source, name)))]
         if not steps:
             return None  # `latest` of another program
         raise InputError(
-            f'{source.location / LATEST}: names the directory "{tag[:80]}", which does not exist; pass one of '
+            f'{source.location / latest}: names the directory "{tag[:80]}", which does not exist; pass one of '
             f"{', '.join(steps[:4])}"
         )
     names = _step_files(source.with_location(source.location / tag))
@@ -67,9 +76,16 @@ def _step_files(source: Source) -> tuple[str, ...]:
     if not names:
         return ()
     refuse_directory(source.location, [name for name in source.listing() if is_unsupported_deepspeed(name)])
-    if source.listing().is_directory(_UNIVERSAL_DIRECTORY):
-        raise UnsupportedError(
-            f"{source.location}: a DeepSpeed universal checkpoint is not supported (found {_UNIVERSAL_DIRECTORY}/); "
-            "pass the checkpoint it was made from"
-        )
-    return names
+    return (*names, *_parameter_files(source))
+
+
+def _parameter_files(source: Source) -> Iterator[str]:
+    """Yield the files of the parameters of a universal checkpoint, in `zero/`; nothing for other checkpoints."""
+    if not source.listing().is_directory(UNIVERSAL_DIRECTORY):
+        return
+    parameters = source.with_location(source.location / UNIVERSAL_DIRECTORY)
+    for parameter in sorted(parameters.listing().directories()):
+        for name in sorted(parameters.with_location(parameters.location / parameter).listing()):
+            path = f"{UNIVERSAL_DIRECTORY}/{parameter}/{name}"
+            if is_parameter_file(path):
+                yield path

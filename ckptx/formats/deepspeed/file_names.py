@@ -6,6 +6,13 @@
       zero_pp_rank_3_mp_rank_00_model_states.pt             stage 3: buffers and frozen parameters of data rank 3
       bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt        stages 1 to 3: masters and moments of data rank 3
 
+    latest_universal                                        name of the newest universal checkpoint
+    global_step1000_universal/                              made by `ds_to_universal`
+      mp_rank_00_model_states.pt, ...                       copies of the model states
+      zero/optimizer_state.pt                               settings of the optimizer
+      zero/model.norm.weight/fp32.pt                        the fp32 master of one parameter
+      zero/model.norm.weight/exp_avg.pt                     tensors of the optimizer for it: exp_avg, exp_avg_sq, step
+
 The number after `mp_rank_` is the rank of tensor parallelism. The files of the optimizer begin with `bf16_` if bf16 is
 enabled, and with `fp16_` in older releases.
 
@@ -15,12 +22,15 @@ Source: `deepspeed/runtime/engine.py` of DeepSpeed 0.19.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+UNIVERSAL_DIRECTORY = "zero"
 # Files next to the directories of steps, which would be wrong next to converted weights.
-COMPANIONS = frozenset({LATEST, "zero_to_fp32.py", "zero_to_torch.py"})
+COMPANIONS = frozenset({LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})
+_PARAMETER_FILE = re.compile(rf"(?:[^/]+/)?{UNIVERSAL_DIRECTORY}/([^/]+)/([^/]+)\.pt")
 _NUMBER = r"(0|[1-9]\d{0,5})"
 _RANK_FILE = re.compile(rf"((?:bf16_|fp16_)?)zero_pp_rank_{_NUMBER}_mp_rank_00_(model|optim)_states\.pt")
 
@@ -50,3 +60,20 @@ def parse_zero_file(name: str) -> ZeroFile | None:
 def is_deepspeed_file(name: str) -> bool:
     """Return True for a file of a checkpoint without tensor parallelism, pipeline stages or experts."""
     return name == MODEL_FILE or parse_zero_file(name) is not None
+
+
+def step_directory(names: Sequence[str]) -> str:
+    """Return the directory of the model states among files of one step: empty, or with a slash at the end."""
+    name = next(name for name in names if is_deepspeed_file(name.rpartition("/")[2]))
+    return name[: name.rfind("/") + 1]
+
+
+def is_parameter_file(name: str) -> bool:
+    """Return True for a file of one parameter in a universal checkpoint, with or without the directory of the step."""
+    return _PARAMETER_FILE.fullmatch(name) is not None
+
+
+def parse_parameter_file(name: str) -> tuple[str, str] | None:
+    """Return the parameter and the tensor, such as `fp32`, of a file in a universal checkpoint; None for others."""
+    match = _PARAMETER_FILE.fullmatch(name)
+    return None if match is None else (match[1], match[2])

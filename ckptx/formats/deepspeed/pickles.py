@@ -66,6 +66,7 @@ _OPTIMIZER_GLOBALS: Globals = {
         for name in ("LossScaler", "LossScalerBase", "DynamicLossScaler")
     },
     ("deepspeed.utils.tensor_fragment", "fragment_address"): Opaque,
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): Opaque,
 }
 
 

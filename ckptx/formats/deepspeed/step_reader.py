@@ -1,0 +1,404 @@
+"""Read the files of DeepSpeed ranks: weights under the names of the module, and the state of each parameter.
+
+    stages 0 to 2    the weights in `mp_rank_00_model_states.pt`, in the dtype of training
+    stage 3          the fp32 masters of all ranks; frozen parameters from their fragments, buffers from rank 0
+
+    optimizer.state.PARAMETER.exp_avg         moments of stages 1 to 3, under the names of a DCP
+    optimizer.state.PARAMETER.step
+    optimizer.state.PARAMETER.master_param    fp32 masters of stages 1 and 2
+
+Only the zip directory and the pickle of each file are read here, the steps, and samples of the masters of stages 1 and
+2 (`master_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Shape, full_region
+from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.deepspeed.copied_files import refuse_copies
+from ckptx.formats.deepspeed.file_names import MODEL_FILE, ZeroFile, parse_zero_file, step_directory
+from ckptx.formats.deepspeed.flat_chunks import FlatPart
+from ckptx.formats.deepspeed.master_check import check_masters
+from ckptx.formats.deepspeed.model_states import ModelStates, read_frozen_fragments, read_model_states
+from ckptx.formats.deepspeed.optimizer_states import ZERO_TO_FP32, RankState, read_rank_state
+from ckptx.formats.deepspeed.partitions import (
+    Partition,
+    check_partition_counts,
+    partition_by_group,
+    partition_by_parameter,
+)
+from ckptx.storage.interface import Source, SourceFiles
+from ckptx.untrusted.limits import MAX_RANKS
+from ckptx.wording import counted, first_of
+
+# Tensors of an optimizer with one element for each element of a parameter.
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
+)
+_STEP = "step"
+MASTER = "master_param"
+_MAX_LISTED = 4
+
+
+class StepReader:
+    """Reader of the files that the ranks save in one step.
+
+    Attributes:
+        source: The directory to which names are relative.
+        directory: Directory of the files, empty or with a slash at the end.
+        catalog: Receives tensors, files and notes.
+    """
+
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        """Group the file names.
+
+        Args:
+            source: The directory of a step, or its parent.
+            names: Files of one step, in one directory.
+        """
+        self.source = source
+        self.directory = step_directory(names)
+        base_names = [name[len(self.directory) :] for name in names]
+        self.has_model_file = MODEL_FILE in base_names
+        rank_files = [found for name in base_names if (found := parse_zero_file(name)) is not None]
+        self.model_files = sorted(file for file in rank_files if file.kind == "model")
+        self.optimizer_files = sorted(file for file in rank_files if file.kind == "optim")
+        self.catalog = Catalog(source.location, "deepspeed", {}, opened_source=source)
+        self.where = f"{source.location / self.directory.rstrip('/')}" if self.directory else f"{source.location}"
+
+    def read(self) -> Catalog:
+        """Return the catalog of the step."""
+        self._check_files()
+        is_stage_3 = not self.has_model_file
+        model = self._read_model(MODEL_FILE if self.has_model_file else self.model_files[0].name, is_stage_3)
+        states = [self._read_optimizer(file) for file in self.optimizer_files]
+        if is_stage_3:
+            self._add_stage_3(model, states)
+        else:
+            self._add_module(model, states)
+        if model.not_converted:
+            listed = ", ".join(model.not_converted[:_MAX_LISTED])
+            more = ", ..." if len(model.not_converted) > _MAX_LISTED else ""
+            self.catalog.notes.append(f"{model.file} not converted in part: {listed}{more}")
+        if model.other_values:
+            self.catalog.notes.append(
+                f"{model.file}: {counted(len(model.other_values), 'value')} other than tensors ignored, "
+                f"{first_of(model.other_values)}"
+            )
+        in_order = sorted(self.catalog.tensors.values(), key=lambda entry: entry.chunks[0][1:3])
+        self.catalog.tensors = {entry.name: entry for entry in in_order}
+        return self.catalog
+
+    def _check_files(self) -> None:
+        """Check that the files are of one save, and that no rank below the highest is missing."""
+        if self.has_model_file and self.model_files:
+            raise InputError(
+                f"{self.where}: has {MODEL_FILE} of stages 0 to 2 and {self.model_files[0].name} of stage 3; remove "
+                "the files of one save"
+            )
+        if not self.has_model_file and (not self.model_files or self.model_files[0].rank):
+            expected = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self.model_files else MODEL_FILE
+            raise InputError(
+                f"{self.where}: {expected} is missing, which has the names of the parameters; copy it from the machine "
+                "that wrote it"
+            )
+        prefixes = {file.prefix for file in self.optimizer_files}
+        if len(prefixes) > 1:
+            first = {file.prefix: file.name for file in reversed(self.optimizer_files)}
+            names = [first[prefix] for prefix in sorted(prefixes)]
+            raise InputError(
+                f"{self.where}: {' and '.join(names)} are of different saves; remove the files of one save"
+            )
+        ranks = {file.rank for file in self.optimizer_files}
+        count = max(ranks, default=-1) + 1
+        if count > MAX_RANKS:
+            raise InputError(
+                f"{self.where}: optimizer states of {count:,} ranks, the limit is {MAX_RANKS:,}; check the file names"
+            )
+        missing = [rank for rank in range(count) if rank not in ranks]
+        if missing:
+            numbers = ", ".join(map(str, missing[:_MAX_LISTED])) + (", ..." if len(missing) > _MAX_LISTED else "")
+            raise InputError(
+                f"{self.where}: {len(missing)} of {count} *_optim_states.pt files are missing, of ranks {numbers}; "
+                "copy them from the machines that wrote them"
+            )
+        if not self.has_model_file and not count and self._requires_optimizer_files():
+            raise InputError(
+                f"{self.where}: the *_optim_states.pt files are missing, which have the parameters of stage 3; copy "
+                "them from the machines that wrote them"
+            )
+
+    def _requires_optimizer_files(self) -> bool:
+        """Return True if the parameters of stage 3 are in the files of the optimizer."""
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------- files
+
+    def _open(self, base_name: str) -> SourceFiles:
+        """Return the files of the source, to be closed after reading one, which is added to the catalog."""
+        name = self.directory + base_name
+        files = self.source.open()
+        self.catalog.identities[name] = identity = files.identity(name)
+        self.catalog.files[name] = identity.nbytes
+        return files
+
+    def _read_model(self, base_name: str, is_stage_3: bool) -> ModelStates:
+        with self._open(base_name) as files:
+            return read_model_states(files, self.directory + base_name, is_stage_3=is_stage_3)
+
+    def _read_optimizer(self, file: ZeroFile) -> RankState:
+        with self._open(file.name) as files:
+            return read_rank_state(files, self.directory + file.name)
+
+    # ----------------------------------------------------------------------------------------------- stages 0, 1 and 2
+
+    def _add_module(self, model: ModelStates, states: Sequence[RankState]) -> None:
+        """Add the tensors of the state dict, and the optimizer state of stages 1 and 2."""
+        self._add(model.tensors.values())
+        if not states:
+            self._note_absent_state(model)
+            return
+        groups = self._check_groups(model, states, stage=2)
+        pairs: list[tuple[TensorEntry, TensorEntry]] = []
+        for index in range(groups):
+            shapes = model.param_shapes[index]
+            masters = [state.groups[index].masters for state in states]
+            paddings = states[0].alignment_paddings
+            if paddings is not None and len(paddings) != groups:
+                raise InputError(
+                    f"{self.where}/{self.optimizer_files[0].name}: param_alignment_paddings are of {len(paddings)} "
+                    f"groups, but there are {groups}; the file is damaged, copy it again"
+                )
+            partition = partition_by_group(
+                shapes, None if paddings is None else paddings[index], masters, f"{self.source.location}"
+            )
+            partition.check(masters, f"{self.source.location}", f"the fp32 masters of group {index}")
+            for name, shape in shapes.items():
+                weight = self._weight(model, name, shape)
+                master = TensorEntry(state_name(name, MASTER), masters[0].dtype, shape, partition.chunks(name, masters))
+                pairs.append((weight, master))
+            self._add(master for _, master in pairs[len(pairs) - len(shapes) :])
+            self._add_state(index, shapes, partition, states, model)
+        self._note_settings(states, model)
+        with self.source.open(self.catalog.identities) as files:
+            check_masters(files, pairs)
+
+    def _note_absent_state(self, model: ModelStates) -> None:
+        listing = self.source.listing() if not self.directory else None
+        has_files = listing is not None and any(
+            found.kind == "optim" for name in listing if (found := parse_zero_file(name)) is not None
+        )
+        if has_files:
+            self.catalog.notes.append(
+                f"optimizer state not read, because {MODEL_FILE} was passed; pass its directory to read it"
+            )
+        elif model.param_shapes:
+            self.catalog.notes.append("optimizer state is missing: there are no *_optim_states.pt files")
+
+    def _weight(self, model: ModelStates, name: str, shape: Shape) -> TensorEntry:
+        weight = model.tensors.get(name)
+        if weight is None or weight.shape != shape:
+            found = "is missing" if weight is None else f"has shape {list(weight.shape)}"
+            raise InputError(
+                f'{self.source.location}/{model.file}: tensor "{name}" {found} in module, but param_shapes has '
+                f"{list(shape)}; the file is damaged, copy it again"
+            )
+        return weight
+
+    # -------------------------------------------------------------------------------------------------------- stage 3
+
+    def _add_stage_3(self, model: ModelStates, states: Sequence[RankState]) -> None:
+        groups = self._check_groups(model, states, stage=3)
+        with self.source.open(self.catalog.identities) as files:
+            refuse_copies(files, [[group.masters for group in state.groups] for state in states])
+        parameters: dict[str, TensorEntry] = {}
+        for index in range(groups):
+            shapes = model.param_shapes[index]
+            masters = [state.groups[index].masters for state in states]
+            partition = partition_by_parameter(shapes, len(states))
+            if partition.numel and not any(part.numel for part in masters):
+                raise UnsupportedError(
+                    f"{self.where}: the fp32 masters are empty, as with offload to NVMe; save the checkpoint without it"
+                )
+            partition.check(masters, f"{self.source.location}", f"the fp32 masters of group {index}")
+            for name, shape in shapes.items():
+                entry = TensorEntry(name, masters[0].dtype, shape, partition.chunks(name, masters))
+                if parameters.setdefault(name, entry) is not entry:
+                    raise self._duplicate_error(name)
+            self._add_state(index, shapes, partition, states, model)
+        for entry in self._frozen_entries(model, len(states)):
+            if parameters.setdefault(entry.name, entry) is not entry:
+                raise self._duplicate_error(entry.name)
+        self._add(parameters.values())
+        self._add(self._module_entries(model, parameters))
+        self._note_settings(states, model)
+        self._note_master_dtype(entry for name, entry in parameters.items() if name not in model.frozen_shapes)
+
+    def _note_master_dtype(self, masters: Iterable[TensorEntry]) -> None:
+        if {entry.dtype.name for entry in masters} == {"F32"}:
+            self.catalog.notes.append(
+                "the weights are the fp32 masters of the optimizer; pass --dtype bf16 or fp16 for the dtype of training"
+            )
+
+    def _module_entries(self, model: ModelStates, parameters: dict[str, TensorEntry]) -> Iterator[TensorEntry]:
+        """Yield the buffers of rank 0, and tied names of parameters."""
+        for name, entry in model.tensors.items():
+            if name in parameters:
+                continue
+            stored = model.shared.get(name)
+            if stored is not None and stored in parameters:
+                yield parameters[stored].with_name(name)
+            elif entry.numel:
+                yield entry
+            else:
+                raise InputError(
+                    f'{self.source.location}/{model.file}: tensor "{name}" is empty in module, and neither '
+                    "param_shapes, frozen_param_shapes nor shared_params has it; the file is damaged, copy it again"
+                )
+
+    def _frozen_entries(self, model: ModelStates, ranks: int) -> Iterator[TensorEntry]:
+        """Yield the frozen parameters, whose fragments are in the model states of all ranks."""
+        if not model.frozen_shapes:
+            return
+        if [file.rank for file in self.model_files] != list(range(ranks)):
+            found = {file.rank for file in self.model_files}
+            missing = next((rank for rank in range(ranks) if rank not in found), ranks)
+            raise InputError(
+                f"{self.where}: zero_pp_rank_{missing}_mp_rank_00_model_states.pt is "
+                f"{'missing' if missing < ranks else 'of a rank without optimizer states'}, and the frozen parameters "
+                "are spread over the files of all ranks; copy the files of one save"
+            )
+        fragments = {model.file: model.frozen_fragments}
+        for file in self.model_files[1:]:
+            with self._open(file.name) as files:
+                name = self.directory + file.name
+                fragments[name] = read_frozen_fragments(files, name)
+        with self.source.open(self.catalog.identities) as files:
+            refuse_copies(files, [list(parts.values()) for parts in fragments.values()])
+        for name, shape in model.frozen_shapes.items():
+            parts: list[FlatPart] = []
+            for file_name, parts_by_name in fragments.items():
+                part = parts_by_name.get(name)
+                if part is None:
+                    raise InputError(
+                        f'{self.source.location}/{file_name}: frozen parameter "{name}" is missing, but {model.file} '
+                        "lists it; the files are of different saves, copy them again"
+                    )
+                parts.append(part)
+            partition = partition_by_parameter({name: shape}, ranks)
+            partition.check(parts, f"{self.source.location}", f'frozen parameter "{name}"')
+            yield TensorEntry(name, parts[0].dtype, shape, partition.chunks(name, parts))
+
+    # ------------------------------------------------------------------------------------------------ optimizer state
+
+    def _check_groups(self, model: ModelStates, states: Sequence[RankState], stage: int) -> int:
+        """Check that all ranks have the groups of `param_shapes`; return their number."""
+        groups = len(model.param_shapes)
+        for file, state in zip(self.optimizer_files, states, strict=True):
+            where = f"{self.where}/{file.name}"
+            if state.stage != stage:
+                raise InputError(
+                    f"{where}: of stage {'3' if state.stage == 3 else '1 or 2'}, but {model.file} is not; the files "
+                    "are of different saves, copy those of one"
+                )
+            check_partition_counts(state.partition_counts, len(states), self.where)
+            if len(state.groups) != groups and stage == 3:
+                raise UnsupportedError(
+                    f"{where}: has {counted(len(state.groups), 'group')} of masters, but param_shapes has {groups}, as "
+                    f"in an old DeepSpeed; {ZERO_TO_FP32}"
+                )
+            if len(state.groups) != groups:
+                raise InputError(
+                    f"{where}: has {counted(len(state.groups), 'group')} of masters, but param_shapes has {groups}; "
+                    "the files are of different saves, copy those of one"
+                )
+        return groups
+
+    def _add_state(
+        self,
+        index: int,
+        shapes: dict[str, Shape],
+        partition: Partition,
+        states: Sequence[RankState],
+        model: ModelStates,
+    ) -> None:
+        """Add the moments and the step of each parameter of one group."""
+        if model.has_zenflow:
+            return
+        group = states[0].groups[index]
+        for key in sorted(group.flat.keys() & _MOMENTS):
+            parts = self._of_all_ranks(states, index, key, "flat")
+            partition.check(parts, f"{self.source.location}", f"{key} of group {index}")
+            self._add(
+                TensorEntry(state_name(name, key), parts[0].dtype, shape, partition.chunks(name, parts))
+                for name, shape in shapes.items()
+            )
+        if _STEP in group.scalars:
+            steps = self._of_all_ranks(states, index, _STEP, "scalars")
+            self._check_steps(steps)
+            step = steps[0]
+            chunk = Chunk(full_region(()), step.file, step.offset, step.dtype.itemsize, None, step.record)
+            self._add(TensorEntry(state_name(name, _STEP), step.dtype, (), (chunk,)) for name in shapes)
+
+    def _of_all_ranks(self, states: Sequence[RankState], index: int, key: str, kind: str) -> list[FlatPart]:
+        parts: list[FlatPart] = []
+        for file, state in zip(self.optimizer_files, states, strict=True):
+            group = state.groups[index]
+            part = (group.flat if kind == "flat" else group.scalars).get(key)
+            if part is None:
+                raise InputError(
+                    f"{self.where}/{file.name}: {key} of group {index} is missing, but {self.optimizer_files[0].name} "
+                    "has it; the files are of different saves, copy those of one"
+                )
+            parts.append(part)
+        return parts
+
+    def _check_steps(self, steps: Sequence[FlatPart]) -> None:
+        """Check that the step is the same on all ranks, because files of several saves may have been mixed."""
+        first = b""
+        for step in steps:
+            with self.source.open(self.catalog.identities) as files:
+                value = files.read(step.file, step.offset, step.dtype.itemsize)
+            first = first or value
+            if value != first:
+                raise InputError(
+                    f"{self.source.location}/{step.file}: its optimizer step differs from that in {steps[0].file}; the "
+                    "files are of different saves, copy those of one"
+                )
+
+    def _note_settings(self, states: Sequence[RankState], model: ModelStates) -> None:
+        if model.has_zenflow:
+            self.catalog.notes.append("optimizer state not converted: ZenFlow keeps a part of it in another form")
+        left = {
+            key
+            for group in states[0].groups
+            for key in (*group.others, *(group.flat.keys() - _MOMENTS), *(group.scalars.keys() - {_STEP}))
+        }
+        listed = "".join(f', "{key[:40]}"' for key in sorted(left)[:_MAX_LISTED])
+        self.catalog.notes.append(
+            "optimizer settings are not read: learning rate, betas, loss scale and other values of param_groups"
+            + listed
+        )
+
+    # -------------------------------------------------------------------------------------------------------- catalog
+
+    def _add(self, entries: Iterable[TensorEntry]) -> None:
+        for entry in entries:
+            if entry.name in self.catalog.tensors:
+                raise self._duplicate_error(entry.name)
+            self.catalog.tensors[entry.name] = entry
+
+    def _duplicate_error(self, name: str) -> InputError:
+        return InputError(
+            f'{self.where}: two tensors have the name "{name}"; the files are damaged or of different saves, copy them '
+            "again"
+        )
+
+
+def state_name(parameter: str, key: str) -> str:
+    """Return the name of optimizer state, as in a DCP of `get_optimizer_state_dict`."""
+    return f"optimizer.state.{parameter}.{key}"
