@@ -18,7 +18,9 @@ from ckptx.mapping.rewrite import (
     KEEP_NAMES,
     concat,
     interleave,
+    join_groups,
     merge,
+    pad,
     permute_rope,
     split,
     split_groups,
@@ -31,7 +33,11 @@ from ckptx.wording import counted
 UNSUPPORTED_PREFIX = "unsupported:"
 RENUMBERING = "unsupported:Renumbering"  # layers whose numbers differ: not an operation of transformers
 _KINDS_THAT_KEEP_SHAPES = frozenset({"same", "interleave", "permute_rope"})
-_INVERSE = {"merge": "unmerge", "unmerge": "merge", "concat": "chunk"}  # of kinds with the same arguments
+# Inverse of kinds with the same arguments.
+_INVERSE = {
+    "merge": "unmerge", "unmerge": "merge", "concat": "chunk", "split_groups": "join_groups",
+    "join_groups": "split_groups",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,8 @@ class Op:
             "interleave": along a dim, reorder a0 b0 a1 b1 to a0 a1 b0 b1, or the inverse.
             "permute_rope": reorder the rows of each head from rotary pairs to halves, or the inverse.
             "split_groups": split each of several groups along a dim into parts, and concatenate equal parts of all
-            groups. "truncate": keep the first elements along a dim. Neither has an inverse.
+            groups; "join_groups": the inverse. "truncate": keep the first elements along a dim; "pad": append zeros
+            along it.
             "unsupported:<Class>": an operation that ckptx lacks.
         dim: Dim of the operation; for merge the new dim.
         other_dim: Second dim of "transpose".
@@ -56,7 +63,8 @@ class Op:
             a tensor without the shape of the model is transposed; with a second number, its size along `other_dim`.
             "interleave": (1,) for the inverse. "permute_rope": (heads,) or (heads, 1 for the inverse, indices of the
             permuted tensors...), without indices for all. "split_groups":
-            (groups, sizes of the parts of a group...). "truncate": (size,).
+            (groups, sizes of the parts of a group...), as for "join_groups". "truncate": (size, size before), without
+            the second if it is unknown, which leaves it without an inverse; "pad": (size, size before).
     """
 
     kind: str
@@ -73,8 +81,10 @@ class Op:
             return Op("split", self.dim, args=self.args)
         if self.kind == "transpose" and self.args:
             return Op("same")
-        if self.kind in ("split_groups", "truncate"):
-            return Op(f"{UNSUPPORTED_PREFIX}{self.kind}")
+        if self.kind in ("truncate", "pad"):
+            if len(self.args) == 1:
+                return Op(f"{UNSUPPORTED_PREFIX}{self.kind}")
+            return Op("pad" if self.kind == "truncate" else "truncate", self.dim, args=(self.args[1], self.args[0]))
         if self.kind == "interleave":
             return Op("interleave", self.dim, args=() if self.args[:1] == (1,) else (1,))
         if self.kind == "permute_rope":
@@ -173,8 +183,11 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
         return [parts] if count == 1 else [[part] for part in parts]  # one target pattern is that of a module list
     if op.kind == "split_groups":
         return [[part] for part in split_groups(columns[0][0], op.dim, op.args[0], op.args[1:])]
-    if op.kind == "truncate":
-        return [[truncate(entry, op.dim, op.args[0]) for entry in column] for column in columns]
+    if op.kind == "join_groups":
+        return [[join_groups([column[0] for column in columns], op.dim, op.args[0], op.args[1:])]]
+    if op.kind in ("truncate", "pad"):
+        change = truncate if op.kind == "truncate" else pad
+        return [[change(entry, op.dim, op.args[0]) for entry in column] for column in columns]
     if op.kind == "transpose":
         return [
             [_transpose(entry, op, shape) for entry in column]

@@ -13,10 +13,12 @@ from typing import overload
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape
+from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.wording import counted
 
+# File of the chunks that `pad` adds, which no checkpoint stores: the files of a source provide it as zeros.
+ZEROS_FILE = "zeros"
 # Advice for a conversion of names that ckptx cannot do.
 KEEP_NAMES = "keep its names: pass --names hf or --names model, whichever it has now"
 
@@ -151,6 +153,45 @@ def split_groups(entry: TensorEntry, dim: int, groups: int, sizes: Sequence[int]
     """
     parts = split(entry, dim, tuple(sizes) * groups)
     return [concat(parts[index :: len(sizes)], dim) for index in range(len(sizes))]
+
+
+def join_groups(entries: Sequence[TensorEntry], dim: int, groups: int, sizes: Sequence[int]) -> TensorEntry:
+    """Concatenate the first parts of all tensors along a dim, then their second parts, ...; inverse of `split_groups`.
+
+    Example:
+        groups 2, sizes (2, 1, 1): q0 q1 q2 q3, k0 k1, v0 v1 -> q0 q1 k0 v0 q2 q3 k1 v1
+
+    Raises:
+        InputError: A tensor has no such dim, its size is not that of its parts, or the other dims or dtypes differ.
+        UnsupportedError: A part begins or ends inside a byte.
+    """
+    columns = [split(entry, dim, (size,) * groups) for entry, size in zip(entries, sizes, strict=True)]
+    return concat([part for parts in zip(*columns, strict=True) for part in parts], dim)
+
+
+def pad(entry: TensorEntry, dim: int, size: int) -> TensorEntry:
+    """Return the tensor with zeros after its last element along a dim, as a chunk of `ZEROS_FILE`.
+
+    Args:
+        entry: Tensor to pad.
+        dim: Dim to pad.
+        size: New size of the dim.
+
+    Raises:
+        InputError: The tensor has no such dim, or is larger.
+    """
+    _check_dim(entry, dim)
+    missing = size - entry.shape[dim]
+    if missing < 0:
+        raise InputError(
+            f'tensor "{entry.name}": shape {list(entry.shape)} is larger than {size} along dim {dim}; use the config '
+            "that belongs to this checkpoint"
+        )
+    shape = (*entry.shape[:dim], missing, *entry.shape[dim + 1 :])
+    if not prod(shape):
+        return entry
+    zeros = Chunk(full_region(shape), ZEROS_FILE, 0, entry.dtype.nbytes(prod(shape)))
+    return concat([entry, TensorEntry(entry.name, entry.dtype, shape, (zeros,))], dim)
 
 
 def truncate(entry: TensorEntry, dim: int, size: int) -> TensorEntry:

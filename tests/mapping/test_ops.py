@@ -13,7 +13,16 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, find_coverage_fault, full_region
 from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op, convert
-from ckptx.mapping.rewrite import RegroupedRows, merge, permute_rope, regroup, slice_chunk, split, transpose
+from ckptx.mapping.rewrite import (
+    ZEROS_FILE,
+    RegroupedRows,
+    merge,
+    permute_rope,
+    regroup,
+    slice_chunk,
+    split,
+    transpose,
+)
 from tests.support.conversions import CASES, ONE, run_by_loader
 from tests.support.stored_tensors import LAYOUTS, bits, numbers, read, several, store
 
@@ -90,8 +99,29 @@ def test_parts_of_every_group_are_gathered(dim: int, layout: str, tmp_path: Path
         assert entry.shape == tuple(expected.shape)
         assert find_coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks]) is None
         assert torch.equal(bits(read(tmp_path, entry)), bits(expected))
+    ((back,),) = convert(conversion.inverse, parts, [None])
+    assert find_coverage_fault(back.shape, [chunk.region for chunk in back.chunks]) is None
+    assert torch.equal(bits(read(tmp_path, back)), bits(fused))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("size", "padded"), [(5, 8), (8, 8)])
+def test_rows_of_zeros_are_appended(size: int, padded: int, layout: str, tmp_path: Path) -> None:
+    tensor = numbers(size, 3)
+    (tmp_path / ZEROS_FILE).write_bytes(bytes(64))
+    conversion = Conversion((ONE,), (ONE,), (Op("truncate", args=(size, padded)),))
+    ((entry,),) = convert(conversion.inverse, [[store(tmp_path, "x", tensor, layout)]], [None])
+    assert find_coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks]) is None
+    zeros = torch.zeros(padded - size, 3, dtype=tensor.dtype)
+    assert torch.equal(bits(read(tmp_path, entry)), bits(torch.cat([tensor, zeros])))
+    ((back,),) = convert(conversion, [[entry]], [None])
+    assert torch.equal(bits(read(tmp_path, back)), bits(tensor))
+
+
+def test_rows_of_unknown_number_do_not_come_back(tmp_path: Path) -> None:
+    conversion = Conversion((ONE,), (ONE,), (Op("truncate", args=(5,)),))
     with pytest.raises(UnsupportedError):
-        convert(conversion.inverse, parts, [None])
+        convert(conversion.inverse, [[store(tmp_path, "x", numbers(5, 3))]], [None])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -216,6 +246,12 @@ def entry_of(shape: tuple[int, ...], dtype: str = "BF16", name: str = "x") -> Te
         (Op("permute_rope", args=(3, 0)), [[entry_of((16, 2))]], "3 heads of rotary pairs"),
         (Op("split_groups", args=(3, 4, 1)), [[entry_of((16, 2))]], "does not split into parts"),
         (Op("truncate", args=(17,)), [[entry_of((16, 2))]], "smaller than 17 along dim 0"),
+        (Op("pad", args=(15, 12)), [[entry_of((16, 2))]], "larger than 15 along dim 0"),
+        (
+            Op("join_groups", args=(2, 4, 1)),
+            [[entry_of((8, 2))], [entry_of((4, 2), name="y")]],
+            '"y".* does not split into parts of .1, 1.',
+        ),
         (Op("transpose", 0, 1), [[entry_of((4,))]], "has no dim 1"),
         (Op("unmerge", 1), [[entry_of((4,))]], "has no dim 1"),
     ],
