@@ -105,9 +105,21 @@ class Grid(NamedTuple):
 
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
-    """Return True if `regions` are sharded on at most one dim other than dim 0."""
-    dims = _sharded_dims(shape, regions)
-    return not any(0 < dim < dims[-1] for dim in dims)
+    """Return True if `regions` are sharded on at most one dim other than dim 0, or each has contiguous bytes."""
+    return _has_one_inner_dim(_sharded_dims(shape, regions)) or _are_contiguous(shape, regions)
+
+
+def _has_one_inner_dim(sharded_dims: Sequence[int]) -> bool:
+    return not any(0 < dim < sharded_dims[-1] for dim in sharded_dims)
+
+
+def _are_contiguous(shape: Shape, regions: Sequence[Region]) -> bool:
+    """Return True if each region has one index of the first dims, a range of the next one, and all of the others."""
+    for region in regions:
+        dims = [dim for dim, size in enumerate(region.sizes) if size != 1]
+        if dims and region.sizes[dims[0] + 1 :] != shape[dims[0] + 1 :]:
+            return False
+    return True
 
 
 def _sharded_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
@@ -118,13 +130,16 @@ def _sharded_dims(shape: Shape, regions: Sequence[Region]) -> list[int]:
 def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """Return the grid of a tensor sharded into `regions` on at most one dim other than dim 0, as with TP and FSDP.
 
-    The regions tile the tensor, apart from replicas, which repeat a region.
+    Regions with contiguous bytes, such as gate and up of one expert of one layer, are cells of a single row. The
+    regions tile the tensor, apart from replicas, which repeat a region.
 
     Raises:
-        InternalError: The regions are sharded on more dims.
+        InternalError: The regions are sharded on more dims and not contiguous.
     """
     sharded_dims = _sharded_dims(shape, regions)
-    if not is_grid(shape, regions):
+    if not _has_one_inner_dim(sharded_dims):
+        if _are_contiguous(shape, regions):
+            return _build_row(dtype, shape, regions)
         raise InternalError(
             f"a tensor of shape {list(shape)} sharded on dims {sharded_dims}; this is a bug in ckptx, please report it"
         )
@@ -138,3 +153,13 @@ def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
         left, right = (offsets[dim] * unit_bits, (offsets[dim] + sizes[dim]) * unit_bits) if shape else (0, unit_bits)
         cells.append(Cell(block, top, bottom, left // 8, right // 8))
     return Grid(prod(shape[:dim]), width, rows_per_index, tuple(cells))
+
+
+def _build_row(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
+    """Return a grid of one row for regions with contiguous bytes."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cells = []
+    for block, (offsets, sizes) in enumerate(regions):
+        begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        cells.append(Cell(block, 0, 1, begin * dtype.bits // 8, (begin + prod(sizes)) * dtype.bits // 8))
+    return Grid(1, dtype.nbytes(prod(shape)), 0, tuple(cells))

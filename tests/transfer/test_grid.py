@@ -42,6 +42,19 @@ def sharded(draw: st.DrawFn) -> tuple[Shape, list[Region]]:
     return shape, draw(st.permutations(regions))
 
 
+@st.composite
+def contiguous(draw: st.DrawFn) -> tuple[Shape, list[Region]]:
+    """A tensor that is split on three dims into regions with contiguous bytes, such as gate and up of each expert."""
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3)))
+    regions = [
+        Region((layer, expert, begin, 0), (1, 1, size, shape[3]))
+        for layer in range(shape[0])
+        for expert in range(shape[1])
+        for begin, size in draw(spans(shape[2]))
+    ]
+    return shape, draw(st.permutations(regions))
+
+
 def blocks_of(grid: Grid, data: bytes, blocks: list[bytearray], began: dict[int, int]) -> None:
     """Append the extents of a grid to blocks; `began` has the position of the first byte in each."""
     position = 0
@@ -54,7 +67,7 @@ def blocks_of(grid: Grid, data: bytes, blocks: list[bytearray], began: dict[int,
 
 
 @settings(deadline=None)
-@given(sharded(), st.sampled_from(sorted(ITEMSIZE)), st.data())
+@given(st.one_of(sharded(), contiguous()), st.sampled_from(sorted(ITEMSIZE)), st.data())
 def test_shares_of_rows_give_the_bytes_of_each_block(
     case: tuple[Shape, list[Region]], dtype: str, data: st.DataObject
 ) -> None:
@@ -90,7 +103,7 @@ def test_shares_of_rows_give_the_bytes_of_each_block(
 
 
 @settings(deadline=None)
-@given(sharded(), st.data())
+@given(st.one_of(sharded(), contiguous()), st.data())
 def test_a_share_of_a_share_is_a_share(case: tuple[Shape, list[Region]], data: st.DataObject) -> None:
     shape, regions = case
     grid = build_grid(DTYPES_BY_NAME["F16"], shape, regions)
