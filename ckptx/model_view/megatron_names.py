@@ -11,7 +11,7 @@ keep Megatron's order of elements, which no loader of the model can use; they ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +90,8 @@ def map_megatron_names(
         )
     conversions = megatron.conversions(str(class_names[0]), config)
     stored, dropped = _split_names(catalog, prefixes[0])
+    second_names = _second_names(catalog, stored)
+    stored = {name: short for name, short in stored.items() if name not in second_names}
     entries = _locate(catalog, stored, files)
     layer_count = megatron.read_size(config, "num_hidden_layers")
     layers: dict[str, TensorEntry] = {}
@@ -121,9 +123,19 @@ def map_megatron_names(
         notes=[note for note in catalog.notes if note != NAMES_NOTE],
     )
     optimizer = tuple(each["name"] for each in dropped if each["reason"].startswith("optimizer"))
+    all_names = {name: [name] for name in stored}
+    for second, first in second_names.items():
+        all_names[first].append(second)
     return MegatronModel(
         mapped,
-        {name: tuple(dict.fromkeys(stored_name_by_layer_name[old] for old in renamed.sources[name])) for name in names},
+        {
+            name: tuple(
+                dict.fromkeys(
+                    each for old in renamed.sources[name] for each in all_names[stored_name_by_layer_name[old]]
+                )
+            )
+            for name in names
+        },
         dropped,
         optimizer,
         conversions,
@@ -218,6 +230,19 @@ def _split_names(catalog: Catalog, prefix: str) -> tuple[dict[str, str], tuple[d
                 "mapped; pass --base none to keep the names"
             )
     return stored, tuple(dropped)
+
+
+def _second_names(catalog: Catalog, names: Iterable[str]) -> dict[str, str]:
+    """Return stored name -> an earlier name with the same bytes, for the norm before experts, which has two names."""
+    first_by_position: dict[tuple[object, ...], str] = {}
+    second_names = {}
+    for name in names:
+        if name.endswith((f".{megatron.EXPERT_NORM}", f".{megatron.MLP_NORM}")):
+            entry = catalog.tensors[name]
+            first = first_by_position.setdefault((entry.position, entry.dtype, entry.shape), name)
+            if first != name:
+                second_names[name] = first
+    return second_names
 
 
 def _locate(catalog: Catalog, names: Mapping[str, str], files: SourceFiles | None) -> dict[str, TensorEntry]:

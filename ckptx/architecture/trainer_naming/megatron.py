@@ -21,8 +21,9 @@ from typing import Any
 from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.correction_types import expand_braces
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
+from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.names import is_state_prefix
+from ckptx.mapping.names import is_state_prefix, pattern_of
 from ckptx.mapping.ops import Conversion, Op
 
 TRAINER = "megatron"
@@ -90,11 +91,16 @@ FORMS = {
     "block_sparse_moe": (*_COMMON, *_BLOCK_SPARSE_EXPERTS),
 }
 
+_OPERATION_BY_NAME = {name: operation for rows in FORMS.values() for name, operation, _ in rows}
+# Names below a layer. With TransformerEngine, the norm before experts is a module of its own; without, Megatron stores
+# it under the name of the norm before a dense MLP.
+ROUTER, EXPERT_NORM, MLP_NORM = "mlp.router.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+
 # Names of the tensors whose rows after the vocabulary are padding.
 VOCABULARY = frozenset(name for name, operation, _ in _COMMON if operation == _VOCABULARY)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:\d+\.)?")
+_LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:(\d+)\.)?")
 
 
 def find_prefixes(names: Collection[str]) -> list[str]:
@@ -112,17 +118,52 @@ def layer_suffix(name: str) -> str | None:
     return name[match.end() :] if match is not None and match.group() == f"{LAYERS}." else None
 
 
+def split_layer_name(name: str) -> tuple[int, str] | None:
+    """Return the layer of the tensor of one layer, and the part of its name below the layer; None for other names."""
+    match = _LAYER_NAME.match(name)
+    return None if match is None or match[1] is None else (int(match[1]), name[match.end() :])
+
+
+def block_shape(name: str, shape: Shape) -> Shape:
+    """Return the shape of the blocks in which Megatron stores a tensor without tensor parallelism.
+
+    Layers and experts are separate blocks, and so are gate and up.
+
+    Args:
+        name: Name of a tensor of all layers, of one layer, or outside of the layers.
+        shape: Shape of the tensor.
+    """
+    suffix = layer_suffix(name)
+    operation = _OPERATION_BY_NAME.get(pattern_of(name if suffix is None else f"{LAYERS}.0.{suffix}"))
+    sizes = list(shape)
+    dim = 0
+    for has_dim in (suffix is not None, operation in (_EXPERTS, _GATE_UP_OF_EXPERTS)):
+        if has_dim:
+            sizes[dim] = min(1, sizes[dim])
+            dim += 1
+    if operation in (_GATE_UP, _GATE_UP_OF_EXPERTS):
+        sizes[dim] //= 2
+    return tuple(sizes)
+
+
+def known_classes() -> list[str]:
+    """Return the names of all classes whose Megatron names are known, sorted."""
+    return list_classes("megatron")
+
+
 def form_of(class_name: str) -> str | None:
     """Return the form of the names of a class, a key of `FORMS`; None if they are unknown."""
     return find_form("megatron", class_name, FORMS)
 
 
-def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
+def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | None = None) -> tuple[Conversion, ...]:
     """Return the conversions from Megatron's names, without a prefix and with an index for each layer, to disk names.
 
     Args:
         class_name: Name as in `architectures` of `config.json`.
         config: Contents of `config.json`.
+        padded_rows: Rows of the embedding and the output head, padding included; None if unknown, so that those
+            conversions have no inverse.
 
     Raises:
         UnsupportedError: The Megatron names of the class are unknown.
@@ -130,21 +171,22 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
     """
     form = form_of(class_name)
     if form is None:
-        known = ", ".join(list_classes("megatron"))
+        known = ", ".join(known_classes())
         raise UnsupportedError(
             f"{class_name}: the tensors have Megatron's names, which are mapped for {known} only; "
             "pass --base none to keep the names"
         )
     return tuple(
-        Conversion((name,), tuple(expand_braces(disk_name)), _ops(operation, config))
+        Conversion((name,), tuple(expand_braces(disk_name)), _ops(operation, config, padded_rows))
         for name, operation, disk_name in FORMS[form]
     )
 
 
-def _ops(operation: str, config: Mapping[str, Any]) -> tuple[Op, ...]:
+def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> tuple[Op, ...]:
     """Return the ops of an operation of the tables."""
     if operation == _VOCABULARY:
-        return (Op("truncate", args=(read_size(config, "vocab_size"),)),)
+        size = read_size(config, "vocab_size")
+        return (Op("truncate", args=(size,) if padded_rows is None else (size, padded_rows)),)
     if operation == _QKV:
         heads = read_size(config, "num_attention_heads")
         kv_heads = heads if config.get("num_key_value_heads") is None else read_size(config, "num_key_value_heads")
