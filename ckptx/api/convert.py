@@ -1,15 +1,16 @@
-"""`convert to-dcp` and `convert to-hf`: the same steps with different outputs; see conversion/run_conversion.py."""
+"""The commands of `convert`: the same steps with different outputs; see conversion/run_conversion.py."""
 
 from __future__ import annotations
 
 from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
+from ckptx.conversion.outputs.megatron import MegatronFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.base_checkpoint import ConfigNeed
 from ckptx.conversion.steps.open_source import open_source
-from ckptx.options.api import two_table_api
-from ckptx.options.conversion import ToDcpOptions, ToHfOptions
+from ckptx.options.api import api, two_table_api
+from ckptx.options.conversion import ToDcpOptions, ToHfOptions, ToMegatronOptions
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
@@ -43,3 +44,21 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
             output = DcpFormat(options, options if is_sharded else None)
             config_need = "config" if traits.is_training_format else "none"
         return stopwatch.stop(run_conversion(f"convert {options.direction}", checkpoint, output, config_need, log))
+
+
+@api(ToMegatronOptions)
+def convert_to_megatron(options: ToMegatronOptions) -> ConversionReport:
+    """Convert a checkpoint to a Megatron `torch_dist` directory with weights only, which loads at any TP x PP x EP.
+
+    Returns:
+        The report that `--json` prints.
+
+    Raises:
+        CkptxError: The subclass for the exit code, 2 to 7. No output is created in this case.
+    """
+    stopwatch, log = Stopwatch(), options.log or Log()
+    with open_source(options.src, options.dst, options) as checkpoint:
+        log(checkpoint)
+        options.check_source(checkpoint.source.traits)
+        report = run_conversion("convert to-megatron", checkpoint, MegatronFormat(options), "always", log)
+        return stopwatch.stop(report)

@@ -1,4 +1,4 @@
-"""`ckptx convert to-dcp` and `ckptx convert to-hf`, with the aliases `ckptx convert hf2dcp` and `dcp2hf`."""
+"""The commands of `ckptx convert`, with the aliases `hf2dcp` and `dcp2hf` of `to-dcp` and `to-hf`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _alias_text(entry: Command) -> str:
     examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
 def convert_group(**_: object) -> None:
-    """Convert a checkpoint to a torch DCP or to HF safetensors.
+    """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist.
 
     The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP,
     per-rank FSDP files (verl), DeepSpeed files, or sharded safetensors (with the shards of one rank in each file, as
@@ -84,8 +84,35 @@ def to_hf(call: CommandCall) -> int:
     return _run(call)
 
 
+@define_command(
+    "convert to-megatron",
+    examples=[
+        "ckptx convert to-megatron MODEL MODEL-megatron",
+        "ckptx convert to-megatron step-1000 MODEL-megatron --base MODEL --pad-vocab-to-multiple-of 1024",
+    ],
+)
+def to_megatron(call: CommandCall) -> int:
+    """Convert a checkpoint to a Megatron torch_dist directory, which loads at any TP x PP x EP.
+
+    Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST. Under torchrun, the processes share
+    the work.
+    """
+    from ckptx.api.convert import convert_to_megatron
+    from ckptx.report.text import conversion_text
+
+    output = Output(call.output)
+    return output.run(
+        call.name,
+        lambda log: convert_to_megatron(
+            **call.values, log=log, on_progress=output.progress, report_file=output.report_file
+        ),
+        conversion_text,
+    )
+
+
 convert_group.add_command(to_dcp)
 convert_group.add_command(to_hf)
+convert_group.add_command(to_megatron)
 command = convert_group  # the name that `ckptx.cli.main` imports from every module
 
 

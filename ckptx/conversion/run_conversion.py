@@ -1,7 +1,7 @@
 """Every conversion, from the opened source to the published output.
 
-    open -> base -> Megatron's names -> dequantize -> model -> ties -> names -> quantize -> dtypes -> shard -> state
-    -> allocate -> plan -> publish
+    open -> base -> Megatron's names -> dequantize -> model -> ties -> names -> quantize -> dtypes -> combine -> shard
+    -> state -> allocate -> plan -> publish
 
 Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
 for the user. Steps in which output formats differ are methods of `output`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
@@ -19,7 +20,8 @@ from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, ConfigNeed, f
 from ckptx.conversion.steps.dequantization import dequantize_source
 from ckptx.conversion.steps.dtypes import cast_tensors
 from ckptx.conversion.steps.ledger import build_ledger
-from ckptx.conversion.steps.megatron_source import rename_megatron_source
+from ckptx.conversion.steps.megatron_source import RenamedSource, rename_megatron_source
+from ckptx.conversion.steps.naming import NamedTarget, SchemeChange
 from ckptx.conversion.steps.open_source import SourceCheckpoint
 from ckptx.conversion.steps.overflow_check import refuse_overflow
 from ckptx.conversion.steps.quantization import quantize_target
@@ -113,24 +115,33 @@ def _run_steps(
     selection = log(select_tensors(base, view, ties, output, options))
     check_recorded_config(view, base, selection.named_target)
     quantized = log(quantize_target(selection.named_target, base, files, _open_base_files(base, output, stack)))
-    named_target, files = quantized.named_target, quantized.files
-    naming = named_target.naming
+    named_target = quantized.named_target
     _logger.info(
         "%s: %d tensors, %d aliases", "original files restored" if selection.restored_files else "new layout",
         len(named_target.target.tensors), len(named_target.target.aliases),
     )  # fmt: skip
     dtype = "base" if quantized.encoders else options.dtype
     cast = log(cast_tensors(view, named_target, base, dtype))
-    sharded = ShardedTarget(cast.target)
+    combined = output.combine(view, replace(named_target, target=cast.target), base, quantized.files)
+    quantized, files = replace(quantized, files=combined.files), combined.files
+    dropped_state = replace(dropped_state, tensors=(*dropped_state.tensors, *combined.dropped))
+    stored_target = combined.named_target
+    naming = stored_target.naming
+    sharded = ShardedTarget(stored_target.target)
     if output.sharding is not None:
         sharded = log(
             shard_tensors(
-                view, cast.target, naming, output.sharding, ties.decisions, own_files_only=output.own_files_only
+                view,
+                stored_target.target,
+                naming,
+                output.sharding,
+                ties.decisions,
+                own_files_only=output.own_files_only,
             )
         )
-    output_name_by_target_name = output.names(view, named_target)
+    output_name_by_target_name = output.names(view, stored_target)
     output_tensors = sharded.renamed(output_name_by_target_name).with_aliases(
-        output.aliases(view, named_target, output_name_by_target_name)
+        output.aliases(view, stored_target, output_name_by_target_name)
     )
     output_name_by_view_name = (
         {old: output_name_by_target_name[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
@@ -205,7 +216,7 @@ def _run_steps(
     job = Job(
         plan=plan,
         source=target.source,
-        sidecars=dict(sidecars.files),
+        sidecars={output.directory + name: data for name, data in sidecars.files.items()},
         settings=options.fingerprint(),
         build_manifest=lambda outcome: output.manifest(contents, allocation, outcome.digests),
         opened_catalog=source,
@@ -217,8 +228,7 @@ def _run_steps(
     conversion = ConversionState(
         dst, options, source_checkpoint.processes, dequantized, quantized, model, ties, config_check, dropped_state,
         cast, sharded, contents, allocation, sidecars, job, job.nbytes, ledger,
-        renamed.scheme_change(options.names or output.default_naming(view) or "hf")
-        or selection.named_target.scheme_change,
+        _scheme_change(renamed, stored_target, options.names or output.default_naming(view) or "hf"), combined,
     )  # fmt: skip
     reset_counts(dequantized.files, quantized.files)
     removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []
@@ -226,6 +236,19 @@ def _run_steps(
     if removed_files and (options.dry_run or (outcome is not None and not outcome.was_complete)):
         log.note(removal_note(dst, removed_files, dry_run=options.dry_run))
     return build_report(command, conversion, outcome, log)
+
+
+def _scheme_change(renamed: RenamedSource, target: NamedTarget, names: str) -> SchemeChange | None:
+    """Return the change of naming schemes from the source to the target; None if neither has names of a trainer.
+
+    Args:
+        renamed: Source; under disk names if its names are Megatron's.
+        target: Target tensors under their final names.
+        names: Naming scheme of the target if it has no names of a trainer.
+    """
+    before = renamed.scheme_change(names)
+    change = target.scheme_change
+    return change if before is None else before if change is None else replace(change, before=before.before)
 
 
 def _open_base_files(base: BaseCheckpoint, output: OutputFormat, stack: ExitStack) -> SourceFiles | None:

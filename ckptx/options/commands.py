@@ -54,6 +54,10 @@ COMMANDS: Mapping[str, Command] = {
         "Convert a checkpoint to HF safetensors", ["conversion:ToHfOptions"], "ckptx.api.convert:convert",
         "output:ReportOutput", aliases=["dcp2hf"], writes_checkpoint=True,
     ),
+    "convert to-megatron": Command(
+        "Convert a checkpoint to Megatron torch_dist", ["conversion:ToMegatronOptions"],
+        "ckptx.api.convert:convert_to_megatron", "output:ReportOutput", writes_checkpoint=True,
+    ),
     "reshard": Command(
         "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
         "ckptx.api.reshard:reshard", "output:ReportOutput", writes_checkpoint=True,
@@ -77,7 +81,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "env": Command("Print versions and system information", ["env:EnvOptions"]),
 }  # fmt: skip
-GROUPS = {"convert": "Convert a checkpoint to DCP or HF safetensors"}
+GROUPS = {"convert": "Convert a checkpoint to DCP, HF safetensors or Megatron torch_dist"}
 
 
 def commands_by_name() -> dict[str, Command]:

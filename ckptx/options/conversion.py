@@ -1,4 +1,4 @@
-"""Options of `convert to-dcp`, `convert to-hf` and `reshard`."""
+"""Options of the commands of `convert`, and of `reshard`."""
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
@@ -52,6 +52,14 @@ FILES = Option(
     minimum=1,
     maximum=MAX_RANKS,
     default="one per 256 MiB, at most 64",
+)
+BASE = Option(
+    "HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes tensors only. "
+    "Required for a training checkpoint without config.json.",
+    SOURCE,
+    metavar="PATH|none",
+    default="config and tokenizer of SRC, if any",
+    keywords=("none",),
 )
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
@@ -115,14 +123,7 @@ class ConversionOptions(
     ] = None
     base: Annotated[
         str | Path | None,
-        Option(
-            "HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes tensors "
-            "only. Required for a training checkpoint without config.json.",
-            SOURCE,
-            metavar="PATH|none",
-            default="config and tokenizer of SRC, if any",
-            keywords=("none",),
-        ),
+        BASE,
     ] = None
     dry_run: Annotated[
         bool,
@@ -312,6 +313,65 @@ class ToHfOptions(ConversionOptions, kw_only=False):
 
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "index": self.index, "quantize": self.quantize}
+
+
+class ToMegatronOptions(ConversionOptions, kw_only=False):
+    """Options of `convert to-megatron`.
+
+    Attributes:
+        names, tied, optimizer: Not options of this command: the names are Megatron's, which stores tied weights once
+            and gets no optimizer state.
+    """
+
+    command: ClassVar[str] = "convert to-megatron"
+    names: ClassVar[None] = None  # type: ignore[misc]  # a field of the base class that this command does not have
+    tied: ClassVar[TiedMode] = "auto"  # type: ignore[misc]
+    optimizer: ClassVar[None] = None  # type: ignore[misc]
+
+    src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
+    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    _: KW_ONLY
+    base: Annotated[
+        str | Path | None,
+        BASE._replace(
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from. Required for a "
+            "training checkpoint without config.json.",
+            metavar="PATH",
+            keywords=(),
+        ),
+    ] = None
+    layers: Annotated[
+        Literal["stacked", "separate"] | None,
+        Option(
+            "Layers: stacked (one tensor for all layers, which have the same tensors) or separate (one for each layer, "
+            "as Megatron stores them with hetereogenous_dist_checkpoint or a list as moe_layer_freq).",
+            OUTPUT_CHECKPOINT,
+            default="stacked if all layers have the same tensors, else separate",
+        ),
+    ] = None
+    pad_vocab_to_multiple_of: Annotated[
+        int,
+        Option(
+            "Pad embedding and output head with rows of zeros to a multiple of this. Megatron-LM pads to "
+            "--make-vocab-size-divisible-by times the TP size, and loads other sizes as well.",
+            OUTPUT_CHECKPOINT,
+            metavar="N",
+            minimum=1,
+            maximum=1 << 20,
+            replaces=("make_vocab_size_divisible_by", "pad_to_multiple_of", "pad_vocab_to", "padded_vocab_size"),
+        ),
+    ] = 128
+
+    def check(self) -> None:
+        super().check()
+        if self.base == "none":
+            raise UsageError(
+                "--base none: convert to-megatron requires a config, which gives the class, the heads and the "
+                "vocabulary; pass a checkpoint as --base, or leave it out if SRC has config.json"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "layers": self.layers, "padding": self.pad_vocab_to_multiple_of}
 
 
 class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):

@@ -62,6 +62,8 @@ def conversion_text(report: ConversionReport) -> str:
         lines.append(f"config.json: {report.config_check['note']}")
     if report.names:
         lines.append(_names_line(report.names))
+    if report.megatron:
+        lines.append(_megatron_line(report.megatron))
     if report.prefix or report.output_prefix:
         lines.append(_prefix_line(report))
     lines.append(f"dtypes: {_dtypes_text(report)}")
@@ -105,6 +107,19 @@ def _names_line(names: Mapping[str, Any]) -> str:
     modules = [f"{row['name'].split('.')[-2]} ({counted(row['heads'], 'head')})" for row in names["permuted"]]
     permuted = f", rows permuted within heads: {', '.join(modules)}" if modules else ""
     return f"names: {names['before']} -> {names['after']}{permuted}"
+
+
+def _megatron_line(row: Mapping[str, Any]) -> str:
+    """Return the layout of a Megatron checkpoint, what it does not have, and how Megatron-LM loads it without that."""
+    rows, padded = row["vocabulary_rows"], row["padded_rows"]
+    padding = (
+        f"padded with zeros from {rows:,} to {padded:,} rows" if padded > rows else f"of {rows:,} rows, not padded"
+    )
+    head = "untied output head" if row["is_head_separate"] else "output head tied to the embedding"
+    return (
+        f"Megatron: {row['layers']} layers, vocabulary {padding}, {head}; weights only (no optimizer state, no "
+        "_extra_state of TransformerEngine): load with --dist-ckpt-strictness log_unexpected"
+    )
 
 
 def _prefix_line(report: ConversionReport) -> str:

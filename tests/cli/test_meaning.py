@@ -189,7 +189,8 @@ def test_an_option_without_meaning_is_refused_in_one_line(
 def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str) -> None:
     hf = write_hf(tmp_path / "hf", llama())
     given = {option: GIVEN.get(option, "1")}
-    name, *direction = words.split()
+    name = CANONICAL[words].function.partition(":")[2]
+    direction = words.split()[1:] if name == "convert" else []
     paths = [*direction, *arguments_of(words, hf, tmp_path / "out")]
     with pytest.raises(UsageError, match=f"^{words} does not take --{option.replace('_', '-')}") as caught:
         getattr(ckptx, name)(*paths, **given)

@@ -65,7 +65,7 @@ def allocate_dcp(
         part_contents = contents if part is None else _contents_of_part(contents, part, parts)
         layout = dcp_layout.allocate_sharded(root, part_contents.tensors, dims, part_contents.objects.values(), files)
         path_prefix = "" if part is None or part.directory == "." else f"{part.directory}/"
-        _append_part(output, layout, path_prefix)
+        append_part(output, layout, path_prefix)
         names = {} if part is None else part.names
         planner_data = source.planner_data if part is None else part.planner_data
         output.catalog_names[path_prefix + METADATA], data = _part_metadata(
@@ -128,8 +128,14 @@ def _contents_of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[
     )
 
 
-def _append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: str) -> None:
-    """Add one part to the output, with `path_prefix` in front of its file names."""
+def append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: str) -> None:
+    """Add one part to the output, with `path_prefix` in front of its file names.
+
+    Args:
+        output: Output to extend, in place.
+        layout: Allocated files of the part.
+        path_prefix: Directory with a slash at the end; empty for the root.
+    """
     prefixed_files: dict[int, tuple[str, ...]] = {}
     for name, entry in layout.catalog.tensors.items():
         chunks = entry.chunks

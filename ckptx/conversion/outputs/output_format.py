@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import OriginalFiles
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
+from ckptx.conversion.steps.combined_tensors import CombinedTarget
 from ckptx.conversion.steps.dtypes import CastTensors, dequantization_edits_if_float
 from ckptx.conversion.steps.naming import NamedTarget, NameMap
 from ckptx.conversion.steps.restoration import Restoration, RestoredFiles
@@ -96,6 +97,7 @@ class OutputFormat(ABC):
         needs_tokenizer: True if loaders of the output expect the files of a tokenizer.
         own_files_only: True if each rank reads only its own files.
         records_original_files: True if the manifest records the original files, so that they can be restored.
+        directory: Directory of the output that sidecars are copied to, with a slash at the end; empty for its root.
     """
 
     sharding: ShardingOptions | None
@@ -105,6 +107,7 @@ class OutputFormat(ABC):
     needs_tokenizer: ClassVar[bool] = False
     own_files_only: ClassVar[bool] = False
     records_original_files: ClassVar[bool] = True
+    directory: ClassVar[str] = ""
 
     @property
     def quantizes(self) -> bool:
@@ -131,6 +134,19 @@ class OutputFormat(ABC):
     def restored(self, base: BaseCheckpoint, view: ModelView, ties: Ties) -> Restoration:
         """Return the original files of the source; `files` is None if this output does not restore them."""
         return Restoration()
+
+    def combine(
+        self, view: ModelView, named_target: NamedTarget, base: BaseCheckpoint, files: SourceFiles
+    ) -> CombinedTarget:
+        """Return the target tensors in the form in which the output stores them; unchanged by default.
+
+        Args:
+            view: Model in the source.
+            named_target: Target tensors with their dtypes.
+            base: Checkpoint that the config comes from.
+            files: Files of the source.
+        """
+        return CombinedTarget(named_target, files)
 
     def names(self, view: ModelView, named_target: NamedTarget) -> dict[str, str]:
         """Map the names of a target to those in the output."""

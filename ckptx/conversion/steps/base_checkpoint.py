@@ -23,8 +23,9 @@ from ckptx.storage.interface import local_path
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 
-# Behavior without a config: convert; convert only if a manifest records that there was none; refuse.
-ConfigNeed = Literal["none", "unless recorded", "config"]
+# Behavior without a config: convert; convert only if a manifest records that there was none; refuse, and name --base
+# none as a way to convert without one; refuse.
+ConfigNeed = Literal["none", "unless recorded", "config", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,22 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
         return replace(adjacent, notes=(*adjacent.notes, note))
     if config_need == "unless recorded":
         return _base_without_config(adjacent)
-    raise no_config_error(source)
+    raise no_config_error(source, can_do_without=config_need == "config")
 
 
-def no_config_error(source: Catalog) -> InputError:
-    """Return the error for a source without a config."""
+def no_config_error(source: Catalog, *, can_do_without: bool = True) -> InputError:
+    """Return the error for a source without a config.
+
+    Args:
+        source: Source checkpoint.
+        can_do_without: True if `--base none` would convert it without a config.
+    """
     root = source.root
+    if not can_do_without:
+        return InputError(
+            f"{root}: has no config.json, which gives the class, the heads and the vocabulary; pass --base PATH with "
+            "an HF checkpoint whose config.json describes the model"
+        )
     if is_torch_dist(source.source):
         return InputError(
             f"{root}: has no config.json, which mapping its Megatron-Core names to Hugging Face names requires; pass "

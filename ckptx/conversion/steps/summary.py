@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
+from ckptx.conversion.steps.combined_tensors import CombinedTarget
 from ckptx.conversion.steps.dequantization import DequantizedSource
 from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.ledger import Ledger
@@ -62,6 +63,7 @@ class ConversionState:
     nbytes: int
     ledger: Ledger
     scheme_change: SchemeChange | None
+    combined: CombinedTarget
 
 
 def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
@@ -111,6 +113,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         ledger=conversion.ledger.report_entry(),
         config_check=None if conversion.config_check.match is None else conversion.config_check.match.to_dict(),
         names=None if conversion.scheme_change is None else conversion.scheme_change.report_entry(),
+        megatron=conversion.combined.megatron,
         prefix=view.prefix or None,
         output_prefix=_output_prefix(view, conversion.contents.names),
         unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
@@ -198,7 +201,7 @@ def _byte_counts(
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
         planned = conversion.quantized.min_bytes_to_read(conversion.dequantized.bytes_to_read(job.plan))
-        return planned, size, size
+        return planned - conversion.combined.padding_bytes, size, size
     try:
         manifest = read_size(dst / MANIFEST)
     except ReadError as error:

@@ -26,10 +26,13 @@ class ConversionReport(Report):
             `is_truncated` (true if `mismatches` is not the complete list), `extra_tensors` (tensors that the class does
             not define and that are allowed, parts of quantized weights included: for each `reason`, their number
             `tensors` and the first `names`).
-        names: For a change from or to torchtitan's names, or from Megatron's, the naming scheme `before` and `after`
+        names: For a change from or to torchtitan's or Megatron's names, the naming scheme `before` and `after`
             (`hf`: as on the Hub; `model`: state dict of transformers; `torchtitan`; `megatron`), and `permuted`: the
             `name` of each kind of tensor whose rows were reordered within heads, and the number of `heads` in the
             config.
+        megatron: For `convert to-megatron`: `layers` (`stacked`: one tensor for all layers; `separate`: one for each),
+            `vocabulary_rows` (rows of the embedding), `padded_rows` (with the rows of zeros that pad them), and
+            `is_head_separate` (true if the output head is stored, so that Megatron has to load it untied).
         prefix: Prefix of the model's names in the source.
         output_prefix: Prefix of the model's names in the output: that of the source, or one that was added.
         unknown_tensors: Names of all model tensors that the class does not define, allowed or not, except parts of
@@ -73,6 +76,7 @@ class ConversionReport(Report):
         "convert hf2dcp",
         "convert to-hf",
         "convert dcp2hf",
+        "convert to-megatron",
         "reshard",
     )
 
@@ -83,6 +87,7 @@ class ConversionReport(Report):
     ledger: dict[str, Any]
     config_check: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     names: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    megatron: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     prefix: str | None = field(default=None, metadata=OPTIONAL)
     output_prefix: str | None = field(default=None, metadata=OPTIONAL)
     unknown_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
