@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def local_slice(name: str, weight: Tensor, rank: int, tp: int) -> Tensor:
 
 def fill(model: Any, weights: dict[str, Tensor], config: dict[str, Any], first_layer: int) -> None:
     """Set every parameter of this rank to its slice."""
+    with torch.no_grad():
+        for _, parameter, value in expected_values(model, weights, config, first_layer):
+            parameter.copy_(value)
+
+
+def expected_values(
+    model: Any, weights: dict[str, Tensor], config: dict[str, Any], first_layer: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, parameter and expected value of every parameter of this rank."""
     from megatron.core import parallel_state
 
     tp, rank = (
@@ -136,21 +146,20 @@ def fill(model: Any, weights: dict[str, Tensor], config: dict[str, Any], first_l
         parallel_state.get_expert_model_parallel_world_size(),
     )
     whole = to_megatron(weights, config, rows=PADDED_ROWS, stacked=False, norms=LOCAL_NORMS)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                layer = layer_tensors(weights, config, first_layer + int(parts[2]), LOCAL_NORMS)
-                below = ".".join(parts[3:])
-                if "local_experts" in parts:
-                    per_rank = len(layer["mlp.experts.experts.linear_fc1.weight"]) // expert_ranks
-                    expert = expert_rank * per_rank + int(parts[parts.index("local_experts") + 1])
-                    value = layer[f"mlp.experts.experts.{'.'.join(parts[-2:])}"][expert]
-                else:
-                    value = layer[below]
-            else:  # a tied head is a copy on the last stage
-                value = whole[name] if name in whole else whole["embedding.word_embeddings.weight"]
-            parameter.copy_(local_slice(name, value, rank, tp))
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            layer = layer_tensors(weights, config, first_layer + int(parts[2]), LOCAL_NORMS)
+            below = ".".join(parts[3:])
+            if "local_experts" in parts:
+                per_rank = len(layer["mlp.experts.experts.linear_fc1.weight"]) // expert_ranks
+                expert = expert_rank * per_rank + int(parts[parts.index("local_experts") + 1])
+                value = layer[f"mlp.experts.experts.{'.'.join(parts[-2:])}"][expert]
+            else:
+                value = layer[below]
+        else:  # a tied head is a copy on the last stage
+            value = whole[name] if name in whole else whole["embedding.word_embeddings.weight"]
+        yield name, parameter, local_slice(name, value, rank, tp)
 
 
 def save_logits(model: Any, out: Path) -> None:
@@ -162,13 +171,13 @@ def save_logits(model: Any, out: Path) -> None:
     save_file({"logits": logits.float().contiguous()}, f"{out}.logits")
 
 
-def main() -> None:
-    rank, world, store, tp, pp, ep, style, hf, out = sys.argv[1:]
+def initialize(rank: str, world: str, store: str, tp: str, pp: str, ep: str) -> None:
+    """Join the other ranks, and create Megatron's process groups."""
     os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank)
     torch.set_num_threads(1)
     replace_cuda()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -177,6 +186,13 @@ def main() -> None:
     parallel_state.initialize_model_parallel(
         int(tp), int(pp), expert_model_parallel_size=int(ep), create_gloo_process_groups=True
     )
+
+
+def main() -> None:
+    rank, world, store, tp, pp, ep, style, hf, out = sys.argv[1:]
+    initialize(rank, world, store, tp, pp, ep)
+    from megatron.core import dist_checkpointing, parallel_state
+
     config = json.loads((Path(hf) / "config.json").read_text())
     weights = load_file(Path(hf) / "model.safetensors")
     dtype = weights["model.norm.weight"].dtype

@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core saves, and the logits that it computes: ckptx converts them to the same model.
+"""Checkpoints that megatron-core saves, the logits that it computes, and checkpoints of ckptx that it loads.
 
 `make judges` installs megatron-core and runs this folder. The weights get into Megatron's model by formulas in torch
 operations (`tests/support/megatron_layout.py`), so no code of ckptx decides where a row belongs.
@@ -6,15 +6,16 @@ operations (`tests/support/megatron_layout.py`), so no code of ckptx decides whe
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptx
 from tests.judges.megatron_writer import TOKENS
-from tests.support.megatron_models import config_of, save_model, write_with_megatron
+from tests.support.megatron_models import config_of, load_with_megatron, save_model, write_with_megatron
 
 MESHES = {
     "LlamaForCausalLM": (2, 2, 1, "stacked"),
@@ -46,6 +47,37 @@ def test_transformers_computes_the_logits_of_megatron(class_name: str, tmp_path:
     found = logits_of(tmp_path / "out")
     expected = load_file(tmp_path / "iter_0000001.logits")["logits"][..., : found.shape[-1]]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# Class, TP, PP, EP, form of the layers, and multiple of the vocabulary: Megatron's model has 32 rows for 26 tokens. The
+# model is the same for both forms: Megatron takes the form from `common.pt`.
+LOADED = {
+    "Llama on TP 2": ("LlamaForCausalLM", 2, 1, 1, "stacked", 32),
+    "Llama on TP 2, separate layers, a vocabulary without padding": ("LlamaForCausalLM", 2, 1, 1, "separate", 1),
+    "Qwen2, tied, on TP 2 x PP 2, a vocabulary with more padding": ("Qwen2ForCausalLM", 2, 2, 1, "stacked", 128),
+    "Qwen3 MoE on EP 2 x PP 2": ("Qwen3MoeForCausalLM", 1, 2, 2, "stacked", 32),
+    "Mixtral on TP 2, separate layers": ("MixtralForCausalLM", 2, 1, 1, "separate", 32),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_megatron_loads_what_ckptx_writes(case: str, tmp_path: Path) -> None:
+    class_name, tp, pp, ep, layers, multiple = LOADED[case]
+    config = config_of(class_name)
+    save_model(tmp_path / "hf", config)
+    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", layers=layers, pad_vocab_to_multiple_of=multiple)
+    outputs = load_with_megatron(tmp_path / "hf", tmp_path / "megatron" / "release", tp=tp, pp=pp, ep=ep)
+    assert len(outputs) == pp * max(tp, ep) and all("parameters are equal" in output for output in outputs)
+
+
+def test_the_comparison_finds_swapped_rows(tmp_path: Path) -> None:
+    weights = save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
+    shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    name = "model.layers.2.self_attn.k_proj.weight"
+    save_file({**weights, name: weights[name].flip(0)}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    ckptx.convert_to_megatron(tmp_path / "other", tmp_path / "megatron", pad_vocab_to_multiple_of=32)
+    with pytest.raises(RuntimeError, match=r"AssertionError: decoder\.layers\.2\.self_attention\.linear_qkv\.weight"):
+        load_with_megatron(tmp_path / "hf", tmp_path / "megatron" / "release", tp=2)
 
 
 def logits_of(path: Path) -> torch.Tensor:

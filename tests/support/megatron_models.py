@@ -96,13 +96,25 @@ def save_model(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bf
 
 def write_with_megatron(hf: Path, out: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, style: str = "stacked") -> None:
     """Save a model with megatron-core on `tp * pp` or `ep * pp` ranks, see `tests/judges/megatron_writer.py`."""
+    run_on_mesh("tests.judges.megatron_writer", hf, out, tp=tp, pp=pp, ep=ep, style=style)
+
+
+def load_with_megatron(
+    hf: Path, checkpoint: Path, *, tp: int = 1, pp: int = 1, ep: int = 1, style: str = "stacked"
+) -> list[str]:
+    """Load and compare a checkpoint with megatron-core, see `tests/judges/megatron_loader.py`; return its output."""
+    return run_on_mesh("tests.judges.megatron_loader", hf, checkpoint, tp=tp, pp=pp, ep=ep, style=style)
+
+
+def run_on_mesh(module: str, hf: Path, checkpoint: Path, *, tp: int, pp: int, ep: int, style: str) -> list[str]:
+    """Run a module on `tp * pp` or `ep * pp` ranks, and return what each printed."""
     world = pp * max(tp, ep)
-    store = out.with_name(f"{out.name}.store")
-    arguments = [str(store), *map(str, (tp, pp, ep)), style, str(hf), str(out)]
+    store = hf.parent / f"{checkpoint.name}.store"
+    arguments = [str(store), *map(str, (tp, pp, ep)), style, str(hf), str(checkpoint)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.judges.megatron_writer", str(rank), str(world), *arguments],
+            [sys.executable, "-W", "ignore", "-m", module, str(rank), str(world), *arguments],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -115,3 +127,4 @@ def write_with_megatron(hf: Path, out: Path, *, tp: int = 1, pp: int = 1, ep: in
     store.unlink(missing_ok=True)
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("\n".join(output[-2000:] for output in outputs))
+    return outputs
