@@ -352,8 +352,8 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     pad_vocab_to_multiple_of: Annotated[
         int,
         Option(
-            "Pad embedding and output head with rows of zeros to a multiple of this. Megatron-LM pads to "
-            "--make-vocab-size-divisible-by times the TP size, and loads other sizes as well.",
+            "Pad embedding and output head with rows of zeros to a multiple of this; 1 does not pad. Megatron-LM pads "
+            "to make_vocab_size_divisible_by (128) times the TP size, and loads other sizes as well.",
             OUTPUT_CHECKPOINT,
             metavar="N",
             minimum=1,

@@ -3,7 +3,7 @@
     command line  >  CKPTX_WORKERS=8  >  ckptx.toml  >  pyproject.toml  >  built-in default
 
     workers = 8                   # every command that has the option
-    [convert]                     # `convert to-dcp` and `convert to-hf`; in pyproject.toml [tool.ckptx.convert]
+    [convert]                     # every command of `convert`; in pyproject.toml [tool.ckptx.convert]
     max-memory = "1GB"
     [verify]
     reference-memory = "8GB"      # ignored in a call without --run

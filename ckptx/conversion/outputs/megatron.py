@@ -29,14 +29,8 @@ from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.output_check import check_dcp
 from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.formats.dcp import layout as dcp_layout
-from ckptx.formats.dcp.megatron import (
-    BACKEND_FILE,
-    COMMON_FILE,
-    RELEASE,
-    TRACKER_FILE,
-    backend_bytes,
-    common_bytes,
-)
+from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE
+from ckptx.formats.dcp.megatron_release import RELEASE, TRACKER_FILE, backend_bytes, common_bytes
 from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.layout.parallel_dims import ParallelDims
