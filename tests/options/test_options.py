@@ -58,7 +58,8 @@ def _functions() -> list[tuple[str, Any, list[str]]]:
     found = []
     for words, command in COMMANDS.items():
         if command.function:
-            name, *direction = words.split()
+            name = command.function.partition(":")[2]
+            direction = words.split()[1:] if name == "convert" else []
             required = [each for each in settings_of(command.option_tables[0]).values() if each.is_required]
             paths = ["there"] * len([each for each in required if each.name != "direction"])
             found.append((words, getattr(ckptx, name), [*direction, *paths]))
@@ -105,7 +106,7 @@ def test_values_of_a_wrong_type_are_type_errors(words: str, function: Any, paths
 
 @pytest.mark.parametrize(("words", "function", "paths"), _functions(), ids=[each[0] for each in _functions()])
 def test_arguments_of_a_wrong_type_are_type_errors(words: str, function: Any, paths: list[str]) -> None:
-    direction = paths[: len(words.split()) - 1]
+    direction = paths[:-2] if words.startswith("convert ") else []
     paths = paths or ["there"]
     for value in (3, b"a", ["a"], True, *([None] if words != "forecast" else [])):
         with pytest.raises(TypeError, match=r"\w+: .* must be a path|no value for"):
