@@ -352,11 +352,6 @@ def cast(name: str) -> Change:
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 REFUSED: dict[str, tuple[Change, int, str]] = {
-    "multi-head latent attention": (
-        with_settings(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3"),
-        3,
-        "does not match its config",
-    ),
     "a class without rules": (
         with_settings(architectures=["GemmaForCausalLM"], model_type="gemma"),
         4,
@@ -403,12 +398,16 @@ def test_it_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
 
 
 def test_a_model_with_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
-    """Its tensors match its config, which the case above does not."""
-    from ckptx.model_view.megatron_tensors import make_megatron_tensors
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "num_hidden_layers": 2}
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **experts, **ranks)).save_pretrained(tmp_path / "hf")
     with pytest.raises(CkptxError, match=r"^DeepseekV3ForCausalLM: its tensors have no Megatron names") as caught:
-        make_megatron_tensors({}, "DeepseekV3ForCausalLM", {}, layers=None, vocabulary_multiple=1)
-    assert caught.value.exit_code == 4
+        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()
 
 
 def test_a_config_is_required(tmp_path: Path) -> None:
