@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
-from ckptx.architecture.trainer_naming.detect import find_trainer_conversions, with_trainer_names
+from ckptx.architecture.trainer_naming.detect import find_buffers, find_trainer_conversions, with_trainer_names
 from ckptx.errors import InputError
 from ckptx.mapping.models import KnownNames, Models, find_models
 from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers
@@ -22,12 +22,14 @@ class ModelNames(NamedTuple):
         models: The model and other models, by names without wrappers.
         architecture: Architecture under the names of the checkpoint; None if unknown.
         trainer_conversions: Conversions from trainer names to disk names, see `ModelView`.
+        buffers: Names in the roles `other` of buffers of the trainer's model that the class does not have on the Hub.
     """
 
     unwrapped: UnwrappedNames
     models: Models
     architecture: Architecture | None = None
     trainer_conversions: tuple[Conversion, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 def find_model_names(
@@ -52,9 +54,14 @@ def find_model_names(
     known = known_names(architecture, config)
     unwrapped = strip_wrappers(names, frozenset() if known is None else known.disk_patterns)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
-    return ModelNames(
-        unwrapped, find_models(roles, known, is_user_prefix=prefix is not None), architecture, trainer_conversions
-    )
+    models = find_models(roles, known, is_user_prefix=prefix is not None)
+    if disk_architecture is None or not trainer_conversions:
+        return ModelNames(unwrapped, models, architecture, trainer_conversions)
+    buffers = find_buffers(disk_architecture, trainer_conversions, models.roles.model)
+    full_names = tuple(full for name, full in models.roles.model.items() if name in buffers)
+    model = {name: full for name, full in models.roles.model.items() if name not in buffers}
+    models = models._replace(roles=models.roles._replace(model=model, other=[*models.roles.other, *full_names]))
+    return ModelNames(unwrapped, models, architecture, trainer_conversions, full_names)
 
 
 def apply_trainer_naming(

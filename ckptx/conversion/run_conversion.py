@@ -37,6 +37,7 @@ from ckptx.conversion.steps.source_model import (
     resolve_ties,
 )
 from ckptx.conversion.steps.summary import ConversionState, build_report
+from ckptx.conversion.steps.trainer_buffers import add_trainer_buffers
 from ckptx.conversion.steps.training_state import TrainingState, map_training_state
 from ckptx.formats.hf.hf_metadata import name_config_in_errors
 from ckptx.model_view.view import compare_replicas
@@ -114,7 +115,8 @@ def _run_steps(
     # Choose the tensors of the target, their names, dtypes and shards.
     selection = log(select_tensors(base, view, ties, output, options))
     check_recorded_config(view, base, selection.named_target)
-    quantized = log(quantize_target(selection.named_target, base, files, _open_base_files(base, output, stack)))
+    buffered = log(add_trainer_buffers(selection.named_target, files))
+    quantized = log(quantize_target(buffered.named_target, base, buffered.files, _open_base_files(base, output, stack)))
     named_target = quantized.named_target
     _logger.info(
         "%s: %d tensors, %d aliases", "original files restored" if selection.restored_files else "new layout",

@@ -54,6 +54,8 @@ class ModelView:
         architecture: Class of the model under the names of the checkpoint; None if unknown.
         disk_architecture: Class under disk names (as on the Hub); differs from `architecture` only for trainer names.
         trainer_conversions: Conversions from trainer names to disk names; empty if the names are not a trainer's.
+        trainer_buffers: Stored names, which are also in `other`, of buffers of the trainer's model that the class does
+            not have on the Hub.
         unknown: Tensors that the architecture does not have; they pass through.
         other_models: Other models in the checkpoint, with stored names, which are also in `other`.
         duplicates: Stored name -> other stored name that is the same without wrappers or prefix. The first is not in
@@ -71,6 +73,7 @@ class ModelView:
     architecture: Architecture | None = None
     disk_architecture: Architecture | None = None
     trainer_conversions: tuple[Conversion, ...] = ()
+    trainer_buffers: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     other_models: tuple[OtherModel, ...] = ()
     duplicates: Mapping[str, str] = field(default_factory=dict)
@@ -174,6 +177,7 @@ def view_model(
         architecture,
         disk_architecture,
         found.trainer_conversions,
+        tuple(stored_names[name] for name in found.buffers),
         tuple(name for name in tensors if name in unknown) if unknown else (),
         tuple(each._replace(names=tuple(stored_names[name] for name in each.names)) for each in found.models.others),
         {

@@ -9,6 +9,7 @@ from typing import Any
 from ckptx.architecture.architecture import Architecture, TiePair
 from ckptx.architecture.trainer_naming import torchtitan
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
+from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 
 SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (torchtitan.SCHEME,)}
@@ -36,6 +37,21 @@ def find_trainer_conversions(
     """
     scheme = detect_scheme(architecture, names)
     return () if scheme is None else scheme.conversions(architecture.class_name, config)
+
+
+def find_buffers(architecture: Architecture, conversions: tuple[Conversion, ...], names: Collection[str]) -> set[str]:
+    """Return the names of buffers of the trainer's model that the class does not have on the Hub.
+
+    Args:
+        architecture: Architecture under disk names.
+        conversions: Result of `find_trainer_conversions`.
+        names: Names of the tensors of the model, without wrappers and prefix.
+    """
+    scheme = detect_scheme(architecture, names) if conversions else None
+    if scheme is None:
+        return set()
+    buffers = scheme.buffers.difference(source for each in conversions for source in each.sources)
+    return {name for name in names if pattern_of(name) in buffers} if buffers else set()
 
 
 def with_trainer_names(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptx.catalog.entry import TensorEntry
 from ckptx.mapping.ops import Conversion
 
 
@@ -20,9 +21,15 @@ class TrainerScheme:
         conversions: Takes the name of a class and the contents of `config.json`; returns the conversions from the
             trainer's names to disk names, or raises UnsupportedError or InputError. In reverse, a tensor gets the
             name of the first conversion that fits.
+        buffers: Patterns of buffers of the trainer's models. A class without a conversion of such a pattern has no
+            such tensor on the Hub.
+        buffers_to_add: Takes the tensors of a model under the names of the trainer; returns the buffers that its model
+            requires besides them, without chunks, which are zero in a new model.
     """
 
     trainer: str
     markers: frozenset[str]
     has_model: Callable[[str], bool]
     conversions: Callable[[str, Mapping[str, Any]], tuple[Conversion, ...]]
+    buffers: frozenset[str]
+    buffers_to_add: Callable[[Mapping[str, TensorEntry]], Iterable[TensorEntry]]

@@ -1,29 +1,32 @@
-"""torchtitan's names for Llama 3 and Qwen3, as in the state dict adapters of torchtitan 0.2.2 and 0.3.0.
+"""torchtitan's names for Llama 3, Qwen3 and DeepSeek-V3, as in the state dict adapters of torchtitan 0.2.2 and 0.3.0.
 
 Only its Llama rotates adjacent rows (complex RoPE), where Hugging Face rotates halves of a head: there the rows of the
-q and k projections are permuted. A tied head is a separate tensor in torchtitan. The section `torchtitan` of the
-corrections of a model type names the form of a class.
+q and k projections are permuted. A tied head is a separate tensor in torchtitan. Its MoE layers have a bias of each
+expert for load balancing, which only DeepSeek-V3 has on the Hub. The section `torchtitan` of the corrections of a model
+type names the form of a class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptx.architecture.configs import read_flag
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
+from ckptx.catalog.dtype import DTYPES_BY_NAME
+from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
 
 # Forms of the names, by what a class has in addition to the common names.
-FORMS = ("complex_rope", "head_norms", "head_norms_and_experts")
-_COMPLEX_ROPE, _, _WITH_EXPERTS = FORMS
+FORMS = ("complex_rope", "head_norms", "head_norms_and_experts", "latent_attention_and_experts")
+_COMPLEX_ROPE, _, _WITH_EXPERTS, _LATENT_ATTENTION = FORMS
 
 # (torchtitan name, disk name).
 _COMMON_NAMES = (
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
-    ("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),
     ("layers.*.attention.wo.weight", "model.layers.*.self_attn.o_proj.weight"),
     ("layers.*.feed_forward.w1.weight", "model.layers.*.mlp.gate_proj.weight"),
     ("layers.*.feed_forward.w3.weight", "model.layers.*.mlp.up_proj.weight"),
@@ -33,6 +36,7 @@ _COMMON_NAMES = (
     ("norm.weight", "model.norm.weight"),
     ("lm_head.weight", "lm_head.weight"),
 )
+_VALUE_NAMES = (("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),)
 _ROPE_NAMES = (
     ("layers.*.attention.qkv_linear.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
     ("layers.*.attention.qkv_linear.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
@@ -48,6 +52,26 @@ _EXPERT_NAMES = (
     ("layers.*.moe.routed_experts.inner_experts.w3_EFD", "model.layers.*.mlp.experts.*.up_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w2_EDF", "model.layers.*.mlp.experts.*.down_proj.weight"),
 )
+_LATENT_ATTENTION_NAMES = (
+    ("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
+    ("layers.*.attention.wq_a.weight", "model.layers.*.self_attn.q_a_proj.weight"),
+    ("layers.*.attention.q_norm.weight", "model.layers.*.self_attn.q_a_layernorm.weight"),
+    ("layers.*.attention.wq_b.weight", "model.layers.*.self_attn.q_b_proj.weight"),
+    ("layers.*.attention.wkv_a.weight", "model.layers.*.self_attn.kv_a_proj_with_mqa.weight"),
+    ("layers.*.attention.kv_norm.weight", "model.layers.*.self_attn.kv_a_layernorm.weight"),
+    ("layers.*.attention.wkv_b.weight", "model.layers.*.self_attn.kv_b_proj.weight"),
+    ("layers.*.moe.shared_experts.w1.weight", "model.layers.*.mlp.shared_experts.gate_proj.weight"),
+    ("layers.*.moe.shared_experts.w3.weight", "model.layers.*.mlp.shared_experts.up_proj.weight"),
+    ("layers.*.moe.shared_experts.w2.weight", "model.layers.*.mlp.shared_experts.down_proj.weight"),
+    ("layers.*.moe.expert_bias_E", "model.layers.*.mlp.gate.e_score_correction_bias"),
+)
+# Names of an MTP layer besides those of any layer.
+_MTP_NAMES = (
+    ("layers.*.enorm.weight", "model.layers.*.enorm.weight"),
+    ("layers.*.hnorm.weight", "model.layers.*.hnorm.weight"),
+    ("layers.*.eh_proj.weight", "model.layers.*.eh_proj.weight"),
+    ("layers.*.mtp_norm.weight", "model.layers.*.shared_head.norm.weight"),
+)
 # Names in torchtitan 0.2.2 and earlier.
 _LEGACY_NAMES = {
     "layers.*.attention.qkv_linear.wq.weight": "layers.*.attention.wq.weight",
@@ -56,8 +80,12 @@ _LEGACY_NAMES = {
     "layers.*.moe.routed_experts.inner_experts.w1_EFD": "layers.*.moe.experts.w1",
     "layers.*.moe.routed_experts.inner_experts.w3_EFD": "layers.*.moe.experts.w3",
     "layers.*.moe.routed_experts.inner_experts.w2_EDF": "layers.*.moe.experts.w2",
+    "layers.*.moe.expert_bias_E": "layers.*.moe.expert_bias",
     "lm_head.weight": "output.weight",
 }
+_BUFFERS = frozenset({"layers.*.moe.expert_bias_E", "layers.*.moe.expert_bias"})
+_EXPERTS = re.compile(r"((?:mtp_)?layers\.\d+\.moe)\.routed_experts\.inner_experts\.w1_EFD")
+_MAX_MTP_LAYERS = 64
 
 
 def form_of(class_name: str) -> str | None:
@@ -86,14 +114,17 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
                 f"config.json: {key} is true, but torchtitan's model has no biases there; keep the names of the Hub"
             )
     current = [Conversion((name,), (hub,)) for name, hub in _COMMON_NAMES]
-    if form == _COMPLEX_ROPE:
+    if form == _LATENT_ATTENTION:
+        current += [Conversion((name,), (hub,)) for name, hub in _LATENT_ATTENTION_NAMES]
+    elif form == _COMPLEX_ROPE:
+        current += [Conversion((name,), (hub,)) for name, hub in _VALUE_NAMES]
         current += [
             Conversion((name,), (hub,), (Op("permute_rope", args=(heads, 0)),))
             for (name, hub), heads in zip(_ROPE_NAMES, _head_counts(config), strict=True)
         ]
     else:
-        current += [Conversion((name,), (hub,)) for name, hub in (*_ROPE_NAMES, *_QK_NORM_NAMES)]
-    if form == _WITH_EXPERTS:
+        current += [Conversion((name,), (hub,)) for name, hub in (*_VALUE_NAMES, *_ROPE_NAMES, *_QK_NORM_NAMES)]
+    if form in (_WITH_EXPERTS, _LATENT_ATTENTION):
         current += [Conversion((name,), (hub,)) for name, hub in _ROUTER_NAMES]
         current += [Conversion((name,), (hub,), (Op("unmerge"),)) for name, hub in _EXPERT_NAMES]
     legacy = [
@@ -101,7 +132,44 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
         for each in current
         if each.sources[0] in _LEGACY_NAMES
     ]
-    return (*current, *legacy)
+    # The names of MTP layers come first: on the Hub, these are layers after the last one.
+    return (*(_mtp_conversions(current, config) if form == _LATENT_ATTENTION else ()), *current, *legacy)
+
+
+def _mtp_conversions(of_layers: list[Conversion], config: Mapping[str, Any]) -> Iterator[Conversion]:
+    """Yield the conversions of the MTP layers: layer k in `mtp_layers` is layer `num_hidden_layers` + k on the Hub.
+
+    Raises:
+        InputError: The config has an invalid number of layers.
+    """
+    count = config.get("num_nextn_predict_layers") or 0
+    first = config.get("num_hidden_layers")
+    if not isinstance(count, int) or not isinstance(first, int) or not 0 <= count <= _MAX_MTP_LAYERS:
+        raise InputError(
+            f"config.json: num_hidden_layers {first!r} and num_nextn_predict_layers {count!r} must be the numbers of "
+            f"layers and of at most {_MAX_MTP_LAYERS} MTP layers; take config.json from the original model"
+        )
+    conversions = [*of_layers, *(Conversion((name,), (hub,)) for name, hub in _MTP_NAMES)]
+    for index in range(count):
+        for each in conversions:
+            name, hub = each.sources[0], each.targets[0]
+            if name.startswith("layers.*."):
+                name = name.replace("layers.*", f"mtp_layers.{index}", 1)
+                yield Conversion((name,), (hub.replace("layers.*", f"layers.{first + index}", 1),), each.ops)
+
+
+def buffers_to_add(tensors: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
+    """Yield `expert_bias_E`, F32 of shape [experts], of each MoE layer without one.
+
+    torchtitan's models have it unless `load_balance_coeff` is None, and load no checkpoint without it.
+
+    Args:
+        tensors: Tensors under torchtitan's names.
+    """
+    for name, entry in tensors.items():
+        found = _EXPERTS.fullmatch(name)
+        if found is not None and f"{found[1]}.expert_bias_E" not in tensors:
+            yield TensorEntry(f"{found[1]}.expert_bias_E", DTYPES_BY_NAME["F32"], entry.shape[:1], ())
 
 
 def _head_counts(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -121,4 +189,6 @@ SCHEME = TrainerScheme(
     markers=frozenset({"tok_embeddings.weight"}),
     has_model=lambda class_name: form_of(class_name) is not None,
     conversions=conversions,
+    buffers=_BUFFERS,
+    buffers_to_add=buffers_to_add,
 )

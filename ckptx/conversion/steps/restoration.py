@@ -130,6 +130,7 @@ def usable_manifest(view: ModelView, notes: list[str]) -> Manifest | None:
     if manifest is None or manifest.original is None:
         return None
     stored_tensors = {entry.name: entry for entry in view.tensors.values()}
+    stored_tensors |= {name: view.catalog.tensors[name] for name in view.trainer_buffers}
     if stored_tensors.keys() != manifest.tensors.keys() or not _match_records(stored_tensors, manifest.tensors):
         notes.append(
             f"{MANIFEST} does not describe these tensors (names, dtypes or shapes differ), so the original files "

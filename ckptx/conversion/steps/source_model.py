@@ -27,7 +27,7 @@ from ckptx.model_view.view import (
 )  # fmt: skip
 from ckptx.options.conversion import ConversionOptions
 from ckptx.storage.interface import SourceFiles
-from ckptx.wording import counted
+from ckptx.wording import counted, first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +260,15 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
     optimizer |= {name for name, kept in duplicates.items() if kept in optimizer}
     other |= {name for name, kept in duplicates.items() if kept in other}
     models = {name: f"{each.description}, not converted" for each in view.other_models for name in each.names}
+    buffers = frozenset(view.trainer_buffers)
+    class_name = view.disk_architecture.class_name if view.disk_architecture is not None else ""
     outside_reason = f'outside the model prefix "{view.prefix}"'
     tensors = []
     for name in view.catalog.tensors:
         if name in optimizer:
             tensors.append({"name": name, "reason": f"optimizer state {reason}"})
+        elif name in buffers:
+            tensors.append({"name": name, "reason": f"{class_name} has no bias for balancing the load of its experts"})
         elif name in other:
             is_state = not view.prefix or is_trainer_state(name)
             own_reason = f"training state {reason}" if is_state else outside_reason
@@ -273,8 +277,17 @@ def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reas
         tuple(tensors),
         {"tensors": len(optimizer), "bytes": view.nbytes(optimizer)},
         {"count": len(objects), "bytes": sum(entry.nbytes for entry in objects.values())},
-        tuple(view.notes_on_other_models("not converted")),
+        (*view.notes_on_other_models("not converted"), *_buffer_notes(view)),
     )
+
+
+def _buffer_notes(view: ModelView) -> Iterable[str]:
+    """Yield a note if buffers of the trainer's model, which change the choice of experts, are not converted."""
+    if view.trainer_buffers:
+        yield (
+            f"not converted: {first_of(view.trainer_buffers)}; unless these biases are zero, the output chooses other "
+            "experts for some tokens than the trained model"
+        )
 
 
 def refuse_without_model(view: ModelView) -> None:
