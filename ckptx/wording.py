@@ -17,6 +17,12 @@ def plural(noun: str) -> str:
     return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 
+def list_names(names: Sequence[str], limit: int = 5) -> str:
+    """Return the first `limit` names, and the number of the others: `a, b, and 3 more`."""
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 def first_of(names: Sequence[str]) -> str:
     """Return the first of several names in quotes: `"a"`, `"a", ...`."""
     return f'"{names[0]}"{", ..." if len(names) > 1 else ""}'

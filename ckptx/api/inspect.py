@@ -73,7 +73,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         architecture=None if view.architecture is None else view.architecture.class_name,
         prefix=view.prefix,
         files=catalog.files,
-        other_files=[sidecar.name for sidecar in catalog.sidecars],
+        other_files=sorted({*(sidecar.name for sidecar in catalog.sidecars), *catalog.training_files}),
         chunks=sum(len(entry.chunks) for name, entry in catalog.tensors.items() if name not in aliases),
         alias_groups=_shared_names(aliases),
         tied_groups=parameters.tied,

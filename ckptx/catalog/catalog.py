@@ -40,6 +40,8 @@ class Catalog:
         identities: Identity of every file that was or will be read, taken before reading; for tensor files, that of the
             open file from which the header was read.
         sidecars: Files that are copied along with the weights.
+        training_files: Names of files with training state next to a DCP, from which its trainer resumes; only outputs
+            that keep training state have them.
         config: The parsed `config.json`; None if there is none.
         verbatim: Texts of the original files, unchanged, by file name: headers of safetensors, and the index. They are
             needed to write the original files again byte for byte.
@@ -60,6 +62,7 @@ class Catalog:
     files: dict[str, int] = field(default_factory=dict)
     identities: dict[str, FileIdentity] = field(default_factory=dict)
     sidecars: tuple[Sidecar, ...] = ()
+    training_files: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
     verbatim: dict[str, str] = field(default_factory=dict)
     planner_data: Mapping[str, Any] | None = None

@@ -38,7 +38,13 @@ from ckptx.formats.rank_files import (
 from ckptx.formats.sharded import detect as sharded
 from ckptx.formats.sharded.file_names import is_shard
 from ckptx.formats.sharding_info import files_with_sharding_info
-from ckptx.formats.sidecars import MANIFEST, list_sidecars, list_trainer_files, sidecars_of_file
+from ckptx.formats.sidecars import (
+    MANIFEST,
+    is_resumed_state_file,
+    list_sidecars,
+    list_trainer_files,
+    sidecars_of_file,
+)
 from ckptx.formats.unsupported import refuse_directory, refuse_file, refuse_in_tree
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
@@ -47,7 +53,7 @@ from ckptx.storage.local import LocalSource
 from ckptx.storage.staging_paths import is_in_staging_directory
 from ckptx.untrusted.limits import MAX_NAME_LENGTH, MAX_TENSORS
 from ckptx.untrusted.remote_name import refuse_remote
-from ckptx.wording import counted
+from ckptx.wording import counted, list_names
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged.
@@ -198,12 +204,15 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)
     if catalog.config is not None:  # conversions take the sidecars from `hf_metadata`, too
+        _set_training_files(catalog, located)
         _note_dropped_files(catalog, list_trainer_files(source))
         return
     catalog.config = read_config(source)
     companions = COMPANIONS if located.kind == "deepspeed" else ()
     used_files = frozenset((*catalog.files, *located.weights, *catalog.verbatim, *companions))
     is_megatron = located.kind == "dcp" and is_torch_dist(source)
+    if not is_megatron:
+        _set_training_files(catalog, located)
     if located.kind != "dcp" or catalog.config is not None:
         sidecars = list_sidecars(source, used_files) if _has_own_directory(located) else sidecars_of_file(source)
         catalog.sidecars = sidecars.copied
@@ -218,13 +227,20 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
         catalog.notes.append(NAMES_NOTE)
 
 
+def _set_training_files(catalog: Catalog, located: LocatedCheckpoint) -> None:
+    """Set the files from which the trainer of a DCP resumes, and their identities."""
+    if located.kind == "dcp":
+        names = tuple(name for name in list_trainer_files(located.source) if is_resumed_state_file(name))
+        catalog.training_files = names
+        catalog.identities = {**located.source.read_identities(names), **catalog.identities}
+
+
 def _note_dropped_files(catalog: Catalog, names: Iterable[str]) -> None:
-    """Add a note with the files that are not copied, except those that have a note of their own."""
-    noted_names = {note.split(" ", 1)[0] for note in catalog.notes}
+    """Add a note with the files that are never copied, except those that have a note of their own."""
+    noted_names = {note.split(" ", 1)[0] for note in catalog.notes}.union(catalog.training_files)
     dropped = [name for name in names if name not in noted_names]
     if dropped:
-        names_text = ", ".join(dropped[:5]) + (f", and {len(dropped) - 5} more" if len(dropped) > 5 else "")
-        catalog.notes.append(f"not copied: {names_text}")
+        catalog.notes.append(f"not copied: {list_names(dropped)}")
 
 
 def _has_own_directory(located: LocatedCheckpoint) -> bool:

@@ -53,6 +53,12 @@ _TRAINER_STATE = re.compile(
     r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
 )
+# Those from which accelerate, Trainer and NeMo AutoModel resume, besides weights and optimizer state.
+_RESUMED_STATE = re.compile(
+    r"(scheduler|sampler|dl_state_dict|scaler)(_\d+)?\.(pt|bin)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|"
+    r"custom_checkpoint_\d+\.pkl|trainer_state\.json|step_scheduler\.pt|"
+    r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt"
+)
 TRAINER_STATE_DIRECTORIES = frozenset({"rng", "dataloader", "scheduler", "lr_scheduler", "step_scheduler"})
 # Quantization settings outside config.json, for vLLM and GPTQ tools.
 QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
@@ -77,6 +83,11 @@ def is_known_sidecar(base_name: str) -> bool:
 def is_trainer_state_file(base_name: str) -> bool:
     """Return True if trainers store schedulers, random numbers or data positions in files of this name."""
     return _TRAINER_STATE.fullmatch(base_name) is not None
+
+
+def is_resumed_state_file(base_name: str) -> bool:
+    """Return True if a trainer loads training state from files of this name when it resumes."""
+    return _RESUMED_STATE.fullmatch(base_name) is not None
 
 
 class SidecarFiles(NamedTuple):

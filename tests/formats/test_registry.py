@@ -111,15 +111,17 @@ def test_shards_below_an_hf_checkpoint_stay_behind(place: MemoryPath) -> None:
 
 
 @pytest.mark.parametrize("config", [None, LLAMA])
-def test_files_with_training_state_next_to_a_dcp_are_noted(place: MemoryPath, config: dict[str, Any] | None) -> None:
-    """Files that accelerate saves next to the two DCPs are listed in a note; a file of no trainer is not."""
+def test_files_with_training_state_next_to_a_dcp_are_listed(place: MemoryPath, config: dict[str, Any] | None) -> None:
+    """Files from which accelerate resumes travel with the two DCPs; those that nothing resumes from are noted."""
     write_dcp(place / "pytorch_model_fsdp_0", TENSORS)
     write_dcp(place / "optimizer_0", {"exp_avg": TENSORS["w"]})
-    for name in ("scheduler.bin", "random_states_0.pkl", "unrelated.txt"):
+    for name in ("scheduler.bin", "random_states_0.pkl", "training_args.bin", "unrelated.txt"):
         (place / name).write_text("")
     if config is not None:
         (place / "config.json").write_text(json.dumps(config))
-    assert open_checkpoint(place).notes == ["not copied: random_states_0.pkl, scheduler.bin"]
+    catalog = open_checkpoint(place)
+    assert catalog.training_files == ("random_states_0.pkl", "scheduler.bin")
+    assert catalog.notes == ["not copied: training_args.bin"]
 
 
 def test_parts_with_a_name_in_common_are_refused(place: MemoryPath) -> None:

@@ -16,7 +16,7 @@ from ckptx.mapping.config_edits import format_edited_config
 from ckptx.storage.interface import Source, StoredFile
 from ckptx.untrusted.json_text import refuse_malformed_json
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES
-from ckptx.wording import counted
+from ckptx.wording import counted, list_names
 
 _MAX_LISTED_LINKS = 5
 
@@ -37,7 +37,12 @@ class Sidecars:
 
 
 def collect_sidecars(
-    base: BaseCheckpoint, names: Sequence[str], edits: Sequence[dict[str, Any]], *, needs_tokenizer: bool = False
+    base: BaseCheckpoint,
+    names: Sequence[str],
+    edits: Sequence[dict[str, Any]],
+    *,
+    needs_tokenizer: bool = False,
+    keeps_state: bool = False,
 ) -> Sidecars:
     """Collect the sidecars of an output; config.json is rewritten only if something in it changes.
 
@@ -46,6 +51,7 @@ def collect_sidecars(
         names: Names of the files to copy; with `--base none`, only files of Megatron's format are copied.
         edits: Changes to config.json.
         needs_tokenizer: True to note that a base for a model with a vocabulary has no tokenizer.
+        keeps_state: True to copy `Catalog.training_files` of the source, too; False to note that they are not copied.
 
     Raises:
         InputError: A JSON file that loaders read, such as config.json or tokenizer.json, is damaged.
@@ -66,6 +72,13 @@ def collect_sidecars(
         notes.append(f"no tokenizer files in {root}, so the output has none; vLLM and SGLang need them")
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
     outside_links = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
+    training_files = base.source.training_files
+    if keeps_state:
+        state_source = base.source.source
+        outside_links += [f"{name} -> {real}" for name, real in find_outside_links(state_source, training_files)]
+        files |= {name: StoredFile(state_source, name) for name in training_files}
+    elif dropped_files := [name for name in training_files if name not in files]:
+        notes.append(f"not copied, because the output has no training state: {list_names(dropped_files)}")
     if outside_links:
         more = f" and {len(outside_links) - _MAX_LISTED_LINKS} more" if len(outside_links) > _MAX_LISTED_LINKS else ""
         notes.append(
