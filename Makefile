@@ -12,7 +12,7 @@ TOOLS_VENV ?= .venv-tools
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
 # Packages that `make judges` compares with.
-JUDGES ?= compressed-tensors==0.20.0 loguru megatron-core==0.16.1 \
+JUDGES ?= compressed-tensors==0.20.0 loguru megatron-core==0.16.1 torch_checkpointing==0.1.1 \
 	deepspeed==0.19.8 annotated_types einops hjson msgpack ninja py-cpuinfo pydantic==2.14.4 pydantic_core==2.50.5 typing_inspection
 # Tests and benchmarks start processes; with this variable set, each of them would compile ckptx again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,7 +47,7 @@ check: $(VENV)/ready  ## check style, types and layers
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/project/test_import_layers.py
 
-judges: $(VENV)/ready  ## compare with compressed-tensors, DeepSpeed and megatron-core, which this installs in build/judges
+judges: $(VENV)/ready  ## compare with the packages in JUDGES, which this installs in build/judges
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/judges --upgrade $(JUDGES)
 	PYTHONPATH=build/judges $(BIN)/python -m pytest -n0 tests/judges
 

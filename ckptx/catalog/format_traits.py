@@ -38,5 +38,8 @@ DCP = FormatTraits("dcp", "dcp", has_archives=True, is_training_format=True, has
 SHARDED = FormatTraits("sharded", "safetensors", has_manifest=True, has_model_names=True)
 FSDP = FormatTraits("fsdp", "dcp", is_training_format=True)
 DEEPSPEED = FormatTraits("deepspeed", "dcp", is_training_format=True)
+TORCH_CHECKPOINTING = FormatTraits("torch-checkpointing", "dcp", is_training_format=True)
 TORCH_SAVE = FormatTraits("torch-save", "safetensors", is_training_format=True, can_keep_state=False)
-TRAITS_BY_FORMAT = {traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP, DEEPSPEED, TORCH_SAVE)}
+TRAITS_BY_FORMAT = {
+    traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP, DEEPSPEED, TORCH_CHECKPOINTING, TORCH_SAVE)
+}

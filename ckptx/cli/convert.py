@@ -41,8 +41,8 @@ def convert_group(**_: object) -> None:
     """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist.
 
     The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP,
-    per-rank FSDP files (verl), DeepSpeed files, or sharded safetensors (with the shards of one rank in each file, as
-    reshard writes).
+    per-rank FSDP files (verl), DeepSpeed files, torch_checkpointing, or sharded safetensors (with the shards of one
+    rank in each file, as reshard writes).
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:

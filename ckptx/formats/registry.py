@@ -45,6 +45,7 @@ from ckptx.formats.sidecars import (
     list_trainer_files,
     sidecars_of_file,
 )
+from ckptx.formats.torch_checkpointing import detect as torch_checkpointing
 from ckptx.formats.unsupported import refuse_directory, refuse_file, refuse_in_tree
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.storage.interface import Location, Source
@@ -56,10 +57,12 @@ from ckptx.untrusted.remote_name import refuse_remote
 from ckptx.wording import counted, list_names
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
-# only by their header, and HF weights before the rank files from which they were merged.
+# only by their header, and HF weights before the rank files from which they were merged. `metadata.pkl` of
+# torch_checkpointing may list safetensors files of any name, so it comes before HF, and leaves merged weights to it.
 DETECTORS: tuple[Detect, ...] = (
     dcp.detect,
     sharded.detect,
+    torch_checkpointing.detect,
     hf_detect.detect_weights,
     fsdp.detect,
     deepspeed.detect,
@@ -142,6 +145,10 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
         from ckptx.formats.deepspeed.reader import open_deepspeed
 
         catalog = open_deepspeed(source, located.weights)
+    elif located.kind == "torch-checkpointing":
+        from ckptx.formats.torch_checkpointing.reader import open_torch_checkpointing
+
+        catalog = open_torch_checkpointing(source)
     else:
         opened = hf_reader.open_huggingface(source, located.weights[0])
         if opened is None:
@@ -361,9 +368,9 @@ def locate(source: Source) -> LocatedCheckpoint:
         parts = f" and {counted(part_count, 'part')} of others, one per rank" if part_count else ""
         advice = f"choose one: {listed}{more}" if len(complete) > 1 else f"pass {listed}"
         raise InputError(f"{path}: contains {counted(len(complete), 'checkpoint')}{parts}; {advice}")
-    refuse_in_tree(source, _SEARCH_LEVELS)
     if refusals:
         raise refusals[0]
+    refuse_in_tree(source, _SEARCH_LEVELS)
     refuse_parts_in_tree(source, _SEARCH_LEVELS, read_shapes)
     problem = "has no .metadata, *.safetensors or pytorch_model*.bin" if len(source.listing()) else "is empty"
     raise InputError(f"{path}: no checkpoint found, the directory {problem}; pass the directory of a checkpoint")
@@ -372,7 +379,7 @@ def locate(source: Source) -> LocatedCheckpoint:
 def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     if is_shard(name):
         return LocatedCheckpoint(source, "sharded", (".",))
-    for locate_by_file in (fsdp.locate_by_file, deepspeed.locate_by_file):
+    for locate_by_file in (fsdp.locate_by_file, deepspeed.locate_by_file, torch_checkpointing.locate_by_file):
         located = locate_by_file(source, name)
         if located is not None:
             return located

@@ -36,7 +36,8 @@ NAMES = Option(
     "Naming scheme: hf (as published on the Hub), model (module names in transformers, which differ from hf if "
     "transformers renames or fuses weights on loading, such as experts) or torchtitan.",
     OUTPUT_CHECKPOINT,
-    default="hf; names are kept if SRC is a training checkpoint: a DCP, per-rank FSDP files, DeepSpeed or torch.save",
+    default="hf; names are kept if SRC is a training checkpoint: a DCP, per-rank FSDP files, DeepSpeed, "
+    "torch_checkpointing or torch.save",
     spellings={"disk": "hf"},
 )
 TIED = Option(
@@ -65,8 +66,8 @@ SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, "
-    "DeepSpeed files, or sharded safetensors with the shards of one rank in each file, as reshard writes): a "
-    "directory, file, index or Hub id."
+    "DeepSpeed files, torch_checkpointing, or sharded safetensors with the shards of one rank in each file, as reshard "
+    "writes): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."
 
@@ -186,8 +187,8 @@ class ConversionOptions(
         if source.is_training_format:
             if self.optimizer == "keep" and not source.can_keep_state:
                 raise UsageError(
-                    "--optimizer keep requires a DCP, per-rank FSDP files or DeepSpeed; SRC is a file of torch.save, "
-                    "of which only the model is converted; leave out --optimizer"
+                    "--optimizer keep requires a DCP, per-rank FSDP files, DeepSpeed or torch_checkpointing; SRC is a "
+                    "file of torch.save, of which only the model is converted; leave out --optimizer"
                 )
             return
         if self.optimizer is not None:
@@ -386,7 +387,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
         Names | None,
         NAMES._replace(
             default="--to safetensors: model; --to dcp: hf, or the names of SRC if it is a training checkpoint (a DCP, "
-            "per-rank FSDP files, DeepSpeed or torch.save)"
+            "per-rank FSDP files, DeepSpeed, torch_checkpointing or torch.save)"
         ),
     ] = None
     tied: Annotated[
@@ -414,7 +415,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
             "Output format: dcp, or safetensors (sharded safetensors: each file has shards of one rank, with their "
             "offsets).",
             OUTPUT_CHECKPOINT,
-            default="dcp if SRC is a DCP, a set of per-rank FSDP files or of DeepSpeed, else safetensors",
+            default="dcp if SRC is a DCP, per-rank FSDP files, DeepSpeed or torch_checkpointing, else safetensors",
         ),
     ] = None
 

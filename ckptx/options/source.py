@@ -64,7 +64,7 @@ class HubOptions(Options):
 
 
 class SourcePrefixOptions(Options):
-    """Option for the tensor names of a training checkpoint: a DCP, per-rank FSDP files, DeepSpeed or `torch.save`."""
+    """Option for the tensor names of a training checkpoint: a DCP, per-rank files or a file of `torch.save`."""
 
     source_prefix: Annotated[str, SOURCE_PREFIX] = "auto"
 
@@ -85,8 +85,9 @@ class SourcePrefixOptions(Options):
         """
         if self.source_prefix_or_none is not None and not source.is_training_format:
             raise UsageError(
-                "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files, DeepSpeed or a file of "
-                f"torch.save); {subject} is not one (format: {format_text(source.name)}); leave out --source-prefix"
+                "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files, DeepSpeed, "
+                f"torch_checkpointing or a file of torch.save); {subject} is not one (format: "
+                f"{format_text(source.name)}); leave out --source-prefix"
             )
 
 

@@ -47,6 +47,7 @@ _FORMAT_NAMES = {
     "sharded": "sharded safetensors",
     "fsdp": "per-rank FSDP files",
     "deepspeed": "DeepSpeed ZeRO",
+    "torch-checkpointing": "torch_checkpointing",
     "bin": "pytorch_model.bin",
     "torch-save": "torch.save dict",
 }

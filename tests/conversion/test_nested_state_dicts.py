@@ -81,7 +81,8 @@ def test_two_models_are_refused_until_one_is_chosen(hf: Path, tmp_path: Path) ->
 def test_optimizer_state_cannot_be_kept(hf: Path, tmp_path: Path) -> None:
     source = trained(hf, "model", optimizer=adam(hf))
     with pytest.raises(
-        UsageError, match="--optimizer keep requires a DCP, per-rank FSDP files or DeepSpeed; SRC is a file of torch"
+        UsageError,
+        match="--optimizer keep requires a DCP, per-rank FSDP files, DeepSpeed or torch_checkpointing; SRC is",
     ):
         ckptx.convert("to-dcp", source, tmp_path / "out", optimizer="keep")
 
@@ -109,7 +110,7 @@ def test_options_of_training_checkpoints_are_refused_for_other_formats(hf: Path,
     if kind != "HF safetensors":
         source = tmp_path / "sharded"
         ckptx.reshard(hf, source, tp=2)
-    expected = "(a DCP, per-rank FSDP files, DeepSpeed or a file of torch.save)"
+    expected = "(a DCP, per-rank FSDP files, DeepSpeed, torch_checkpointing or a file of torch.save)"
     for call, subject in (
         (lambda: ckptx.convert("to-dcp", source, tmp_path / "out", source_prefix="model."), "SRC"),
         (lambda: ckptx.inspect(source, source_prefix="model."), str(source)),

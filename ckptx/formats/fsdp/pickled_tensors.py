@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.mesh_region import MeshPlacement, local_region
 from ckptx.formats.torch_archive.unpickle import (
     TORCH_GLOBALS,
     Call,
@@ -27,7 +28,6 @@ from ckptx.formats.torch_archive.unpickle import (
     load_torch,
     rebuild_from_type,
 )
-from ckptx.layout.placement import ceil_chunks
 from ckptx.untrusted.limits import MAX_RANKS, find_shape_fault
 
 _MAX_MESH_DIMS = 8
@@ -167,6 +167,11 @@ class RankShards(NamedTuple):
     local_shards: tuple[tuple[TensorRef, Region], ...]
 
 
+def is_distributed(value: object) -> bool:
+    """Return True for a DTensor or ShardedTensor in a state dict that `load_state_dict` returned."""
+    return isinstance(value, _DistributedTensor)
+
+
 def shards_of_rank(value: object, rank: int, where: str) -> RankShards:
     """Return the shards of a tensor on one rank.
 
@@ -235,7 +240,8 @@ def _dtensor_shards(value: _DistributedTensor, rank: int, where: str) -> RankSha
     ):
         raise _damaged_error(where, f"no coordinate in a mesh of {list(sizes)}")
     _check_rank(mesh, sizes, coordinate, rank, where)
-    region = _local_region(shape, sizes, coordinate, spec.field("placements"), where)
+    placements = _mesh_placements(spec.field("placements"), len(sizes), len(shape), where)
+    region = local_region(shape, sizes, coordinate, placements, where)
     return RankShards(shape, ((_require_tensor(_field(value.state, "_local_tensor"), where), region),))
 
 
@@ -276,49 +282,27 @@ def _check_rank(mesh: InstanceStandIn, sizes: Shape, coordinate: Shape, rank: in
         )
 
 
-def _local_region(shape: Shape, sizes: Shape, coordinate: Shape, placements: object, where: str) -> Region:
-    """Return the region at a mesh coordinate: each placement shards the result of the previous ones."""
-    if not isinstance(placements, tuple) or len(placements) != len(sizes):
-        raise _damaged_error(where, f"no placement for each of {len(sizes)} mesh dims")
-    offsets, lengths = [0] * len(shape), list(shape)
-    shards_by_dim: dict[int, list[tuple[int, object]]] = {}
-    for mesh_dim, placement in enumerate(placements):
+def _mesh_placements(placements: object, mesh_dims: int, tensor_dims: int, where: str) -> list[MeshPlacement]:
+    """Return the placement for each mesh dim."""
+    if not isinstance(placements, tuple) or len(placements) != mesh_dims:
+        raise _damaged_error(where, f"no placement for each of {mesh_dims} mesh dims")
+    found = []
+    for placement in placements:
         if type(placement) is _PARTIAL:
             raise UnsupportedError(
                 f"{where}: has a Partial placement, so its values are not reduced yet; redistribute it before saving"
             )
         if type(placement) is _REPLICATE:
+            found.append(MeshPlacement())
             continue
         dim = placement.field("dim") if type(placement) in (_SHARD, _STRIDED) else None
-        if type(dim) is not int or not 0 <= dim < len(shape):
-            raise _damaged_error(where, f"no placement of a tensor of {len(shape)} dims")
+        if type(dim) is not int or not 0 <= dim < tensor_dims:
+            raise _damaged_error(where, f"no placement of a tensor of {tensor_dims} dims")
         split_factor = placement.field("split_factor") if type(placement) is _STRIDED else None
-        shards_by_dim.setdefault(dim, []).append((mesh_dim, split_factor))
-    for dim, shards in shards_by_dim.items():
-        for mesh_dim in _sharding_order(shards, sizes, where):
-            begin, length = ceil_chunks(lengths[dim], sizes[mesh_dim])[coordinate[mesh_dim]]
-            offsets[dim], lengths[dim] = offsets[dim] + begin, length
-    return Region(tuple(offsets), tuple(lengths))
-
-
-def _sharding_order(shards: list[tuple[int, object]], sizes: Shape, where: str) -> list[int]:
-    """Return the mesh dims that shard one tensor dim, in the order in which they shard it.
-
-    A strided shard is applied after the mesh dims to its right, as with FSDP on top of TP; its split factor is the
-    product of their sizes.
-    """
-    order: list[int] = []
-    for mesh_dim, split_factor in reversed(shards):
-        if split_factor is None:
-            order.insert(0, mesh_dim)
-            continue
-        if split_factor != prod(sizes[other] for other in order):
-            raise UnsupportedError(
-                f"{where}: the split factor {split_factor!s:.20} of a _StridedShard is not the product of the mesh "
-                "dims to its right; save it as a DCP"
-            )
-        order.append(mesh_dim)
-    return order
+        if type(placement) is _STRIDED and type(split_factor) is not int:
+            raise _damaged_error(where, "no split factor")
+        found.append(MeshPlacement(dim, split_factor))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- ShardedTensor

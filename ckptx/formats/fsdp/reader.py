@@ -17,13 +17,12 @@ from typing import Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, TensorEntry
-from ckptx.catalog.region import Region, Shape, full_region
+from ckptx.catalog.entry import Chunk, Record
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.chunk_assembly import CoverageCheck, RegionCache, split_replicas
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN, RankFile, parse_rank_file
 from ckptx.formats.fsdp.pickled_tensors import RankShards, load_state_dict, shards_of_rank
 from ckptx.formats.hf.torch_bin import describe_value, is_utf8
+from ckptx.formats.rank_tensors import RankTensors
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Source, SourceFiles
@@ -55,7 +54,7 @@ def open_fsdp(source: Source, names: Sequence[str]) -> Catalog:
                 identity = files.identity(file.name)
                 catalog.files[file.name], catalog.identities[file.name] = identity.nbytes, identity
                 state_dicts.add(files, file)
-        catalog.tensors = state_dicts.tensors(str(source.location))
+        catalog.tensors = state_dicts.tensors.entries(str(source.location))
     catalog.notes.extend(_state_file_notes(source))
     return catalog
 
@@ -113,16 +112,12 @@ class _StateDicts:
     """Merges the state dicts of the ranks that were read.
 
     Attributes:
-        chunks: The shards of each tensor, in the order of ranks.
-        dtypes_and_shapes: Dtype and shape of each tensor in the file of the lowest rank; the dtype is None if no rank
-            read so far has elements of it.
+        tensors: The shards of each tensor.
     """
 
     def __init__(self) -> None:
-        self._regions = RegionCache()
         self._first_file = ""
-        self.chunks: dict[str, list[Chunk]] = {}
-        self.dtypes_and_shapes: dict[str, tuple[DType | None, Shape]] = {}
+        self.tensors = RankTensors()
 
     def add(self, files: SourceFiles, file: RankFile) -> None:
         """Add the state dict of one rank.
@@ -146,76 +141,48 @@ class _StateDicts:
                 )
             subject = f'{where}: tensor "{name}"'
             shards = shards_of_rank(value, file.rank, subject)
-            chunks = self.chunks.setdefault(name, [])
-            dtype = None
-            for local, region in shards.local_shards:
-                payload = locate_tensor(local, archive.records, subject)
-                if payload.dtype.pack > 1:
-                    raise UnsupportedError(
-                        f"{subject}: dtype {payload.dtype.torch_name} is not supported in per-rank FSDP files; "
-                        "save it as a DCP"
-                    )
-                dtype = payload.dtype
-                location = payload.data_offset, payload.nbytes, payload.strides, payload.record
-                chunks.append(Chunk(self._region(region, name, where), file.name, *location))
-            self._check_consistent(name, dtype, shards, subject)
+            if self._first_file and name not in self.tensors.names:
+                raise InputError(
+                    f"{subject}: {self._first_file} has no such tensor; the files are of different saves, pass those "
+                    "of one"
+                )
+            dtype, chunks = locate_shards(shards, archive.records, file.name, subject)
+            self.tensors.add(name, dtype, shards.shape, chunks, file.name, subject)
         if not self._first_file:
             self._first_file = file.name
-        elif len(archive.tree) != len(self.dtypes_and_shapes):
-            missing = next(name for name in self.dtypes_and_shapes if name not in archive.tree)
+        elif len(archive.tree) != len(self.tensors.names):
+            missing = next(name for name in self.tensors.names if name not in archive.tree)
             raise InputError(
                 f'{where}: tensor "{missing}" is missing, but {self._first_file} contains it; the files are of '
                 "different saves, pass those of one"
             )
 
-    def _region(self, region: Region, name: str, where: str) -> Region:
-        known = self._regions.get(region)
-        return known if known is not None else self._regions.keep(region, name, where)
 
-    def _check_consistent(self, name: str, dtype: DType | None, shards: RankShards, where: str) -> None:
-        """Check dtype and shape of a tensor against those in the files of lower ranks."""
-        if self._first_file and name not in self.dtypes_and_shapes:
-            raise InputError(
-                f"{where}: {self._first_file} has no such tensor; the files are of different saves, pass those of one"
+def locate_shards(
+    shards: RankShards, records: dict[str, Record], file: str, where: str
+) -> tuple[DType | None, list[Chunk]]:
+    """Return the dtype of a tensor, None without elements, and its shards in the archive of one rank.
+
+    Args:
+        shards: Shards on the rank.
+        records: Storages of the archive.
+        file: Name of the file, relative to the root of the checkpoint.
+        where: The tensor in the file, for error messages.
+
+    Raises:
+        InputError: See `locate_tensor`.
+        UnsupportedError: See `locate_tensor`; or several elements share a byte.
+    """
+    chunks, dtype = [], None
+    for local, region in shards.local_shards:
+        payload = locate_tensor(local, records, where)
+        if payload.dtype.pack > 1:
+            raise UnsupportedError(
+                f"{where}: dtype {payload.dtype.torch_name} is not supported in the files of ranks; save it as a DCP"
             )
-        known_dtype, shape = self.dtypes_and_shapes.get(name, (None, shards.shape))
-        if shape != shards.shape or (known_dtype is not None and dtype is not None and known_dtype is not dtype):
-            raise InputError(
-                f"{where}: {dtype or known_dtype} {list(shards.shape)}, but {known_dtype} {list(shape)} in "
-                f"{self._first_file}; the files are of different saves, pass those of one"
-            )
-        self.dtypes_and_shapes[name] = known_dtype if known_dtype is not None else dtype, shape
-
-    def tensors(self, where: str) -> dict[str, TensorEntry]:
-        """Return the tensors in the order of their bytes in the files.
-
-        Raises:
-            InputError: The shards of all ranks do not tile a tensor.
-        """
-        coverage = CoverageCheck()
-        entries: dict[str, TensorEntry] = {}
-        for name, stored_chunks in self.chunks.items():
-            dtype, shape = self.dtypes_and_shapes[name]
-            subject = f'{where}: tensor "{name}" of shape {list(shape)}'
-            chunks, replicas = split_replicas(each for each in stored_chunks if each.region.numel or 0 in shape)
-            fault = coverage.fault(shape, chunks)
-            if fault is not None or dtype is None or not chunks:
-                problem = (
-                    "no rank has elements of it" if fault is None else _COVERAGE_FAULTS[fault.kind].format(fault.region)
-                )
-                raise InputError(f"{subject}: {problem}; the files are damaged or of different saves, copy them again")
-            if 0 in shape:
-                chunks, replicas = (chunks[0]._replace(region=full_region(shape)),), ()
-            entries[name] = TensorEntry(name, dtype, shape, chunks, replicas)
-        return {entry.name: entry for entry in sorted(entries.values(), key=lambda entry: entry.chunks[0][1:3])}
-
-
-_COVERAGE_FAULTS = {
-    "gap": "no rank has {}",
-    "overlap": "shards of several ranks overlap at {}",
-    "outside": "the shard {} of a rank is out of bounds",
-    "unverifiable": "its shards are split at too many positions to be checked, at {}",
-}
+        dtype = payload.dtype
+        chunks.append(Chunk(region, file, payload.data_offset, payload.nbytes, payload.strides, payload.record))
+    return dtype, chunks
 
 
 def _refuse_flat(tree: dict[Any, Any], where: str) -> None:

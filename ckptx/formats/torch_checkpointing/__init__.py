@@ -1,0 +1,1 @@
+"""Checkpoints of the library torch_checkpointing: items, each with one file per rank."""
