@@ -6,6 +6,7 @@ import io
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.torch_bin import open_bin
+from ckptx.formats.registry import open_checkpoint
 from tests.formats.stock_goldens import raw_bytes, raw_tensor, values
 from tests.support.memory_storage import MemoryPath
 
@@ -253,3 +255,14 @@ def test_several_files_hold_plain_state_dicts(place: MemoryPath) -> None:
     save(place, {"x": torch.zeros(2)}, "b.bin")
     with pytest.raises(UnsupportedError, match="found a nested dict at 'model'"):
         open_bin(place, ["a.bin", "b.bin"])
+
+
+@pytest.mark.parametrize("leaf", [1, torch.ones(1)], ids=["number", "tensor"])
+def test_lists_that_contain_one_list_many_times_end(leaf: Any, tmp_path: Path) -> None:
+    """Fourteen levels of 100 references to one list have more values than can be visited; the file has a few KB."""
+    value: Any = [leaf]
+    for _ in range(14):
+        value = [value] * 100
+    torch.save({"deep": value, "model": {"w": torch.ones(1)}}, tmp_path / "state.pt")
+    with pytest.raises(UnsupportedError, match="more than 4,194,304 values"):
+        open_checkpoint(tmp_path / "state.pt")

@@ -23,10 +23,11 @@ from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.storage.interface import Source, SourceFiles
-from ckptx.untrusted.limits import MAX_INDEX_BYTES
+from ckptx.untrusted.limits import MAX_INDEX_BYTES, MAX_TENSORS
 from ckptx.wording import counted
 
 _MAX_DEPTH = 16  # levels of dicts and lists in a file
+_MAX_VALUES = 4 * MAX_TENSORS  # of a file; lists that contain one list many times have more than can be visited
 _MAX_LISTED = 4  # names in a note
 
 
@@ -117,7 +118,7 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
         )
     tree = archive.tree
     ignored: list[str] = []
-    is_nested = is_single and any(_is_nested(value) and _has_tensor(value) for value in tree.values())
+    is_nested = is_single and _has_nested_tensor(tree, where)
     if is_nested:
         tree, ignored = _flatten(tree, where)
     entries = []
@@ -142,12 +143,29 @@ def _is_nested(value: object) -> bool:
     return isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | UnsupportedObject)
 
 
-def _has_tensor(value: object, depth: int = 0) -> bool:
-    """Return True if a value is or contains a tensor."""
-    if isinstance(value, TensorRef):
-        return True
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return depth < _MAX_DEPTH and any(_has_tensor(each, depth + 1) for each in items)
+def _has_nested_tensor(tree: Mapping[Any, Any], where: str) -> bool:
+    """Return True if a dict or list in a dict contains a tensor.
+
+    Raises:
+        UnsupportedError: There are too many values.
+    """
+    pending: list[tuple[object, int]] = [(value, 0) for value in tree.values() if _is_nested(value)]
+    visited = 0
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, TensorRef):
+            return True
+        if _is_nested(value) and depth < _MAX_DEPTH:
+            assert isinstance(value, dict | list | tuple)
+            pending.extend((each, depth + 1) for each in (value.values() if isinstance(value, dict) else value))
+        visited += 1
+        _refuse_many_values(visited + len(pending), where)
+    return False
+
+
+def _refuse_many_values(count: int, where: str) -> None:
+    if count > _MAX_VALUES:
+        raise UnsupportedError(f"{where}: more than {_MAX_VALUES:,} values in it; save the plain state_dict()")
 
 
 def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[str]]:
@@ -155,13 +173,16 @@ def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[
 
     Raises:
         InputError: Two tensors have the same dotted name.
-        UnsupportedError: A key is neither a string nor an integer, or the dicts are too deep or contain themselves.
+        UnsupportedError: A key is neither a string nor an integer, or there are too many values or levels of dicts.
     """
     tensors: dict[str, Any] = {}
     ignored: list[str] = []
     pending: list[tuple[str, Any, int]] = [("", tree, 0)]
+    visited = 0
     while pending:
         name, value, depth = pending.pop()
+        visited += 1
+        _refuse_many_values(visited + len(pending), where)
         if depth > _MAX_DEPTH:
             raise UnsupportedError(f"{where}: more than {_MAX_DEPTH} levels of dicts; save the plain state_dict()")
         if _is_nested(value):
