@@ -19,6 +19,7 @@ from ckptx.runtime.parallel.pipeline.boundaries import Batch
 from ckptx.runtime.parallel.pipeline.payload import PayloadSlot, make_header, unpack
 from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRunner
+from ckptx.runtime.torch_private import local_tensor, storage_key
 
 StageInputSlots = dict[int, list[PayloadSlot | None]]  # inputs of each stage from the previous stage
 
@@ -26,9 +27,18 @@ StageInputSlots = dict[int, list[PayloadSlot | None]]  # inputs of each stage fr
 class _IsolatedStage(TorchStage):
     """A stage that does not synchronize with other stages, and labels what it sends and receives."""
 
-    def __init__(self, *args: Any, ledger: StorageLedger, **settings: Any) -> None:
+    def __init__(self, *args: Any, ledger: StorageLedger, kept_gradients: set[int], **settings: Any) -> None:
+        """Create a stage.
+
+        Args:
+            args: Arguments of `TorchStage`.
+            ledger: Ledger in which communication buffers are labeled.
+            kept_gradients: Keys of the storages of gradients that stages of this rank keep until the next step; shared
+                by these stages.
+            settings: Keyword arguments of `TorchStage`.
+        """
         super().__init__(*args, **settings)
-        self._ledger = ledger
+        self._ledger, self._kept_gradients = ledger, kept_gradients
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._label_tensors(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -37,10 +47,27 @@ class _IsolatedStage(TorchStage):
         return self._label_tensors(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._label_tensors(super().get_bwd_recv_ops(bwd_chunk_id))
+        operations = self._label_tensors(super().get_bwd_recv_ops(bwd_chunk_id))
+        self._kept_gradients.update(_storage_key(each.tensor) for each in operations)
+        return operations
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._label_tensors(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients of the next stage, on the same rank, in place of receive buffers.
+
+        They stay until the same microbatch of the next step, so that only the first step has these receive buffers. To
+        forecast a later step, each buffer gets the size of its gradient; 0 if the storage of that is kept anyway, as
+        the next stage passes on a gradient that it received, or several inputs share one.
+        """
+        for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if gradient is None or _storage_key(info.buffer) in self._kept_gradients:
+                continue
+            is_kept = _storage_key(gradient) in self._kept_gradients
+            self._ledger.set_size([info.buffer], 0 if is_kept else local_tensor(gradient).untyped_storage().nbytes())
+            self._kept_gradients.add(_storage_key(gradient))
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _label_tensors(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         self._ledger.label((each.tensor for each in operations), PIPELINE_P2P)
@@ -63,7 +90,7 @@ class IsolatedPipeline(Pipeline):
             ledger: Ledger in which communication buffers are labeled.
         """
         self._input_slots, self._ledger = input_slots, ledger
-        self.stage_class = partial(_IsolatedStage, ledger=ledger)
+        self.stage_class = partial(_IsolatedStage, ledger=ledger, kept_gradients=set())
         super().__init__(*args)
 
     @classmethod
@@ -91,6 +118,10 @@ class IsolatedPipeline(Pipeline):
     def _unpack(self, runner: StageRunner, payload: Sequence[Tensor]) -> tuple[Any, ...]:
         self._ledger.label(payload, PIPELINE_P2P)
         return unpack(payload, self._payload_slots[runner.number], make_header(self._input_slots[runner.number]))
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return storage_key(local_tensor(tensor).untyped_storage())
 
 
 def _make_payload_slot(value: Any) -> PayloadSlot | None:

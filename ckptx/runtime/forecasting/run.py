@@ -287,7 +287,7 @@ def _create_optimizer_state(
     def exclude_idle_state(*_: Any) -> None:
         for each in trained:
             if each.grad is None:
-                ledger.exclude(state_of(each))
+                ledger.set_size(state_of(each), 0)
 
     for each in trained:
         ledger.label(state_of(each), OPTIMIZER, names[each])

@@ -249,14 +249,14 @@ class StorageLedger:
                 entry[0].label = label
                 entry[0].parameter = parameter or entry[0].parameter
 
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Set the sizes of the storages of tensors to 0, so that they take no bytes from their allocation on."""
+    def set_size(self, tensors: Iterable[Tensor], nbytes: int) -> None:
+        """Set the size of the storage of each tensor, from its allocation on; 0 bytes exclude it."""
         for tensor in tensors:
             local = local_tensor(tensor)
             entry = self._lifetimes.get(storage_key(local.untyped_storage()))
             if entry is not None:
-                self.nbytes -= entry[0].nbytes
-                entry[0].nbytes = 0
+                self.nbytes += nbytes - entry[0].nbytes
+                entry[0].nbytes = nbytes
 
     @contextmanager
     def label_all(self, label: str) -> Iterator[None]:
