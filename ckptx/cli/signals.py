@@ -15,6 +15,7 @@ import time
 from types import FrameType
 
 from ckptx.errors import HungUp, Terminated
+from ckptx.processes.imports import threads_without_forks
 
 HANDLER_SECONDS = 3.0  # from the signal to the start of its handler
 CLEANUP_SECONDS = 20.0  # from the start of the handler, for the exception to end threads and close files
@@ -39,7 +40,9 @@ def install_handlers() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_watch_wakeup_pipe, args=(reader, frozenset(numbers)), daemon=True, name="signals").start()
+    thread = threading.Thread(target=_watch_wakeup_pipe, args=(reader, frozenset(numbers)), daemon=True, name="signals")
+    threads_without_forks.add(thread)
+    thread.start()
 
 
 def _raise_termination(number: int, frame: FrameType | None) -> None:

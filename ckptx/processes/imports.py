@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from weakref import WeakSet
 
 # A fork waits for the thread that holds this lock.
 import_lock = threading.RLock()
 os.register_at_fork(before=import_lock.acquire, after_in_parent=import_lock.release, after_in_child=import_lock.release)
+
+threads_without_forks: WeakSet[threading.Thread] = WeakSet()  # threads of ckptx that never fork
 
 # These need torch, or are imported before a command calls a function of the package.
 _EXCLUDED = {
@@ -22,9 +25,9 @@ _EXCLUDED = {
 def import_all_modules() -> None:
     """Import the modules that commands without torch import on first use, if another thread could fork meanwhile.
 
-    Without other threads they stay lazy, because all of them take about half a second.
+    Without such threads they stay lazy, because all of them take about half a second.
     """
-    if threading.active_count() > 1:
+    if {*threading.enumerate()} - {threading.current_thread(), *threads_without_forks}:
         with import_lock:
             for name in _walk_modules("ckptx"):
                 import_module(name)
