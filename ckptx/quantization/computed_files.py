@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Protocol
@@ -45,6 +46,29 @@ class ComputedFile(Protocol):
 
     def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
         """Return file, offset and length of the bytes that a range is computed from, for read hints; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroFile:
+    """A file of zero bytes, for padding and new tensors; see `ComputedFile`.
+
+    Attributes:
+        nbytes: Size of the file in bytes.
+    """
+
+    nbytes: int
+
+    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
+        """Fill `view` with zeros."""
+        view[:] = bytes(len(view))
+
+    def stored_files(self) -> set[str]:
+        """Return an empty set."""
+        return set()
+
+    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
+        """Return an empty list."""
+        return []
 
 
 class ComputedFiles:

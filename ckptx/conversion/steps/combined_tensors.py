@@ -16,9 +16,8 @@ from ckptx.mapping.rewrite import ZEROS_FILE
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.megatron_tensors import Layers, MegatronTensors, make_megatron_tensors
 from ckptx.model_view.view import ModelView
-from ckptx.quantization.computed_files import ComputedFiles
+from ckptx.quantization.computed_files import ComputedFiles, ZeroFile
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.stream import TensorReader
 
 _COMPUTED_REASON = "buffer that Megatron computes from the config"
 
@@ -40,22 +39,6 @@ class CombinedTarget:
     dropped: tuple[dict[str, str], ...] = ()
     megatron: dict[str, Any] | None = None
     padding_bytes: int = 0
-
-
-class _Zeros:
-    """A file of zeros, see `ComputedFile`."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
-        view[:] = bytes(len(view))
-
-    def stored_files(self) -> set[str]:
-        return set()
-
-    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
-        return []
 
 
 def combine_for_megatron(
@@ -121,7 +104,7 @@ def combine_for_megatron(
     padding = [chunk.nbytes for entry in made.tensors.values() for chunk in entry.chunks if chunk.file == ZEROS_FILE]
     return CombinedTarget(
         result,
-        ComputedFiles(files, {ZEROS_FILE: _Zeros(max(padding))}) if padding else files,
+        ComputedFiles(files, {ZEROS_FILE: ZeroFile(max(padding))}) if padding else files,
         tuple(
             {"name": stored, "reason": _COMPUTED_REASON}
             for name in made.computed

@@ -8,9 +8,8 @@ from ckptx.architecture.trainer_naming.detect import SCHEMES
 from ckptx.catalog.entry import Chunk
 from ckptx.catalog.region import full_region
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.quantization.computed_files import ComputedFile, ComputedFiles
+from ckptx.quantization.computed_files import ComputedFile, ComputedFiles, ZeroFile
 from ckptx.storage.interface import SourceFiles
-from ckptx.transfer.stream import TensorReader
 from ckptx.wording import counted, first_of
 
 
@@ -27,26 +26,6 @@ class TargetWithBuffers:
     named_target: NamedTarget
     files: SourceFiles
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Zeros:
-    """A file of zero bytes; see `ComputedFile`.
-
-    Attributes:
-        nbytes: Size of the file in bytes.
-    """
-
-    nbytes: int
-
-    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
-        view[:] = bytes(len(view))
-
-    def stored_files(self) -> set[str]:
-        return set()
-
-    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
-        return []
 
 
 def add_trainer_buffers(named_target: NamedTarget, files: SourceFiles) -> TargetWithBuffers:
@@ -68,7 +47,7 @@ def add_trainer_buffers(named_target: NamedTarget, files: SourceFiles) -> Target
     source_names, stored_names = dict(target.source_names), dict(target.stored_names)
     for buffer in buffers:
         file_name = f"zeros {buffer.name}"
-        computed[file_name] = _Zeros(buffer.nbytes)
+        computed[file_name] = ZeroFile(buffer.nbytes)
         entry = buffer._replace(chunks=(Chunk(full_region(buffer.shape), file_name, 0, buffer.nbytes),))
         source_tensors[file_name] = entry.with_name(file_name)
         tensors[buffer.name], source_names[buffer.name], stored_names[buffer.name] = entry, file_name, ()
