@@ -85,11 +85,14 @@ class ParameterIndex:
         return StateName(name, parameter, before, name_in_state, "".join(f".{part}" for part in parts[end:]))
 
 
-def refuse_indexed_state(names: Iterable[str], where: str) -> None:
+def refuse_indexed_state(names: Iterable[str], parameters: ParameterIndex, where: str) -> None:
     """Refuse state that is keyed by parameter index, which is ambiguous once a mesh splits the parameters.
+
+    A number after `state` is not an index if a name of a parameter begins with it, such as `0.weight` of a Sequential.
 
     Args:
         names: Names in the checkpoint.
+        parameters: Index of the parameters of the model.
         where: Location of the checkpoint, for the error message.
 
     Raises:
@@ -97,7 +100,12 @@ def refuse_indexed_state(names: Iterable[str], where: str) -> None:
     """
     for name in names:
         parts = name.split(".")
-        if is_optimizer(name) and any(part == "state" and following.isdecimal() for part, following in pairwise(parts)):
+        if not is_optimizer(name) or not any(
+            part == "state" and following.isdecimal() for part, following in pairwise(parts)
+        ):
+            continue
+        found = parameters.find(name)
+        if found is None or not found.prefix.endswith("state.") or found.name_in_state.isdecimal():
             raise UnsupportedError(
                 f'{where}: optimizer state "{name}" is keyed by the index of a parameter instead of its name; save it '
                 "with torch's get_optimizer_state_dict, or pass --optimizer drop"

@@ -63,6 +63,13 @@ def expected_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     return found | {name: found[stored] for name, stored in checkpoint.shared.items()}
 
 
+def test_names_that_begin_with_a_number_are_no_index(tmp_path: Path) -> None:
+    """The parameters of a Sequential, `0.weight`, keep their optimizer state in a DCP."""
+    checkpoint = Checkpoint([{"0.weight": np.ones((2, 3), np.float32), "0.bias": np.ones(2, np.float32)}], 2, 2)
+    ckptx.convert("to-dcp", checkpoint.write(tmp_path / "source"), tmp_path / "dcp", base="none")
+    assert read_checkpoint(tmp_path / "dcp") == expected_tensors(checkpoint)
+
+
 # --------------------------------------------------------------------------------------------- positions of elements
 
 

@@ -80,8 +80,9 @@ def map_training_state(
         UnsupportedError: State is keyed by index, or belongs to a parameter that is combined, split or reordered.
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
-    refuse_indexed_state(names, str(view.catalog.root))
-    return _StateMapper(view, files, sharded, output_names).map_names(names)
+    mapper = _StateMapper(view, files, sharded, output_names)
+    refuse_indexed_state(names, mapper.parameters, str(view.catalog.root))
+    return mapper.map_names(names)
 
 
 class _StateMapper:
