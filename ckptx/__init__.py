@@ -14,7 +14,7 @@ from ckptx.version import __version__
 
 if TYPE_CHECKING:
     from ckptx import errors
-    from ckptx.api.convert import convert, convert_to_megatron
+    from ckptx.api.convert import convert
     from ckptx.api.forecast import forecast
     from ckptx.api.inspect import inspect
     from ckptx.api.reshard import reshard
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptx.robustness_suite import robustness
 
 __all__ = [
-    "__version__", "convert", "convert_to_megatron", "diff", "errors", "forecast", "inspect", "open_checkpoint",
+    "__version__", "convert", "diff", "errors", "forecast", "inspect", "open_checkpoint",
     "reshard", "robustness", "verify",
 ]  # fmt: skip
 

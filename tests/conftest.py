@@ -22,6 +22,7 @@ _JUDGES = {
     "compressed_tensors": "judges/test_compressed_tensors.py",
     "deepspeed": "judges/test_deepspeed_engine.py",
     "megatron": "judges/test_megatron_core.py",
+    "torch_checkpointing": "judges/test_torch_checkpointing_writer.py",
 }
 collect_ignore = [file for package, file in _JUDGES.items() if find_spec(package) is None]
 

@@ -9,15 +9,15 @@ from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.base_checkpoint import ConfigNeed
 from ckptx.conversion.steps.open_source import open_source
-from ckptx.options.api import api, two_table_api
+from ckptx.options.api import three_table_api
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions, ToMegatronOptions
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
 
-@two_table_api(ToDcpOptions, ToHfOptions, (ConversionReport, ConversionReport), selector="direction")
-def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
-    """Convert a checkpoint to a torch DCP or to HF safetensors. The format of the source is detected.
+@three_table_api(ToDcpOptions, ToHfOptions, ToMegatronOptions, selector="direction")
+def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions) -> ConversionReport:
+    """Convert a checkpoint to a torch DCP, HF safetensors or Megatron torch_dist. The format of the source is detected.
 
     With to-hf, `tied="alias"` and `optimizer="keep"` raise an error, because safetensors have no aliases and hold the
     model only.
@@ -37,6 +37,8 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
         config_need: ConfigNeed
         if isinstance(options, ToHfOptions):
             output, config_need = HuggingFaceFormat(options), "unless recorded"
+        elif isinstance(options, ToMegatronOptions):
+            output, config_need = MegatronFormat(options), "always"
         else:
             options.check_prefix(traits)
             # A training checkpoint may hold state that is sharded and assigned to ranks like its parameters.
@@ -44,21 +46,3 @@ def convert(options: ToDcpOptions | ToHfOptions) -> ConversionReport:
             output = DcpFormat(options, options if is_sharded else None)
             config_need = "config" if traits.is_training_format else "none"
         return stopwatch.stop(run_conversion(f"convert {options.direction}", checkpoint, output, config_need, log))
-
-
-@api(ToMegatronOptions)
-def convert_to_megatron(options: ToMegatronOptions) -> ConversionReport:
-    """Convert a checkpoint to a Megatron `torch_dist` directory with weights only, which loads at any TP x PP x EP.
-
-    Returns:
-        The report that `--json` prints.
-
-    Raises:
-        CkptxError: The subclass for the exit code, 2 to 7. No output is created in this case.
-    """
-    stopwatch, log = Stopwatch(), options.log or Log()
-    with open_source(options.src, options.dst, options) as checkpoint:
-        log(checkpoint)
-        options.check_source(checkpoint.source.traits)
-        report = run_conversion("convert to-megatron", checkpoint, MegatronFormat(options), "always", log)
-        return stopwatch.stop(report)

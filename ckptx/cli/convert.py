@@ -97,17 +97,7 @@ def to_megatron(call: CommandCall) -> int:
     Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST. Under torchrun, the processes share
     the work.
     """
-    from ckptx.api.convert import convert_to_megatron
-    from ckptx.report.text import conversion_text
-
-    output = Output(call.output)
-    return output.run(
-        call.name,
-        lambda log: convert_to_megatron(
-            **call.values, log=log, on_progress=output.progress, report_file=output.report_file
-        ),
-        conversion_text,
-    )
+    return _run(call)
 
 
 convert_group.add_command(to_dcp)

@@ -27,9 +27,11 @@ from ckptx.processes.imports import import_all_modules
 if TYPE_CHECKING:  # not imported by a command that starts
     P = ParamSpec("P")
     Q = ParamSpec("Q")
+    V = ParamSpec("V")
     T = TypeVar("T", bound=Options)
     R = TypeVar("R", covariant=True)
     S = TypeVar("S", covariant=True)
+    U = TypeVar("U", covariant=True)
 
     class TwoTableFunction(Protocol[P, R, Q, S]):
         """Function with two tables of options; each table has its own arguments and result."""
@@ -38,6 +40,16 @@ if TYPE_CHECKING:  # not imported by a command that starts
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
         @overload
         def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> S: ...
+
+    class ThreeTableFunction(Protocol[P, Q, V, U]):
+        """Function with three tables of options; each table has its own arguments."""
+
+        @overload
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> U: ...
+        @overload
+        def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> U: ...
+        @overload
+        def __call__(self, *args: V.args, **kwargs: V.kwargs) -> U: ...
 
 
 def api(table: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
@@ -68,6 +80,25 @@ def two_table_api(
     def decorate(function: Callable[[Any], Any]) -> TwoTableFunction[P, R, Q, S]:
         tables = [cast("type[Options]", table) for table in (first, second)]
         return cast("TwoTableFunction[P, R, Q, S]", _make_function(function, tables, selector))
+
+    return decorate
+
+
+def three_table_api(
+    first: Callable[P, Options], second: Callable[Q, Options], third: Callable[V, Options], *, selector: str
+) -> Callable[[Callable[[Any], U]], ThreeTableFunction[P, Q, V, U]]:
+    """Decorate a function that takes one of three tables, so that it takes their options as keyword arguments instead.
+
+    Args:
+        first: First table.
+        second: Second table.
+        third: Third table.
+        selector: Argument whose value selects the table.
+    """
+
+    def decorate(function: Callable[[Any], U]) -> ThreeTableFunction[P, Q, V, U]:
+        tables = [cast("type[Options]", table) for table in (first, second, third)]
+        return cast("ThreeTableFunction[P, Q, V, U]", _make_function(function, tables, selector))
 
     return decorate
 
@@ -159,20 +190,16 @@ def _make_function(
 
 
 def _limits_to_tables(tables: Sequence[type[Options]], selector: str) -> dict[str, str]:
-    """Return option -> " Only with to-hf." for options of a single table that an argument such as `direction` selects.
+    """Return option -> " Only with to-hf." for options that not all tables have, selected by `direction` or the like.
 
     For a switch such as `run`, the help of the options already has this.
     """
-    limits: dict[str, str] = {}
+    choices: dict[str, list[str]] = {}
     for table in tables if selector else ():
         choice = settings_of(table)[selector].choices[0]
-        if isinstance(choice, str):
-            limits |= {
-                name: f" Only with {choice}."
-                for name in settings_of(table)
-                if any(name not in settings_of(other) for other in tables)
-            }
-    return limits
+        for name in settings_of(table) if isinstance(choice, str) else ():
+            choices.setdefault(name, []).append(choice)
+    return {name: f" Only with {' and '.join(each)}." for name, each in choices.items() if len(each) < len(tables)}
 
 
 def _parameter_order(setting: Setting) -> int:

@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "convert to-megatron": Command(
         "Convert a checkpoint to Megatron torch_dist", ["conversion:ToMegatronOptions"],
-        "ckptx.api.convert:convert_to_megatron", "output:ReportOutput", writes_checkpoint=True,
+        "ckptx.api.convert:convert", "output:ReportOutput", writes_checkpoint=True,
     ),
     "reshard": Command(
         "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],

@@ -63,7 +63,7 @@ BASE = Option(
     keywords=("none",),
 )
 SHARD_SIZE = "5GB"
-_DIRECTION_HELP = "to-dcp or to-hf; hf2dcp and dcp2hf are aliases."
+_DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, "
     "DeepSpeed files, torch_checkpointing, or sharded safetensors with the shards of one rank in each file, as reshard "
@@ -329,6 +329,7 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     tied: ClassVar[TiedMode] = "auto"  # type: ignore[misc]
     optimizer: ClassVar[None] = None  # type: ignore[misc]
 
+    direction: Annotated[Literal["to-megatron"], Argument(_DIRECTION_HELP)]
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
     dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
     _: KW_ONLY

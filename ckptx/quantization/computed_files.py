@@ -49,7 +49,7 @@ class ComputedFile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroFile:
+class FileOfZeros:
     """A file of zero bytes, for padding and new tensors; see `ComputedFile`.
 
     Attributes:

@@ -172,7 +172,9 @@ def test_names_of_a_second_trainer_are_recognized_and_become_torchtitans(
         return tuple(Conversion((f"other.{row[2].replace('{}', '*')}",), (row[2].replace("{}", "*"),)) for row in ROWS)
 
     embedding = "other.model.embed_tokens.weight"
-    other = TrainerScheme("other", frozenset({embedding}), "LlamaForCausalLM".__eq__, conversions)
+    other = TrainerScheme(
+        "other", frozenset({embedding}), "LlamaForCausalLM".__eq__, conversions, frozenset(), lambda _: ()
+    )
     monkeypatch.setitem(detect.SCHEMES, "other", other)  # type: ignore[arg-type]  # a dict, read-only for the package
     published, titan = both_spellings()
     hf = tmp_path / "hf"

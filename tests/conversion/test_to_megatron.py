@@ -65,7 +65,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_a_family_is_stored_as_megatron_stores_it_and_comes_back(class_name: str, layers: str, tmp_path: Path) -> None:
     config = config_of(class_name)
     weights = save_model(tmp_path / "hf", config)
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", layers=layers, pad_vocab_to_multiple_of=ROWS)
+    report = ckptx.convert(
+        "to-megatron", tmp_path / "hf", tmp_path / "out", layers=layers, pad_vocab_to_multiple_of=ROWS
+    )
     assert report.exit == 0 and report.names == {"before": "hf", "after": "megatron", "permuted": []}
     assert report.ledger["written"] == report.ledger["source"] == len(weights)
     expected = expected_tensors(weights, config, stacked=layers == "stacked")
@@ -82,7 +84,7 @@ def test_a_family_is_stored_as_megatron_stores_it_and_comes_back(class_name: str
 def test_a_dcp_comes_back_through_megatron(class_name: str, tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of(class_name))
     ckptx.convert("to-dcp", tmp_path / "hf", tmp_path / "dcp", tp=2, pp=2)
-    ckptx.convert_to_megatron(tmp_path / "dcp", tmp_path / "megatron")
+    ckptx.convert("to-megatron", tmp_path / "dcp", tmp_path / "megatron")
     assert ckptx.convert("to-dcp", tmp_path / "megatron", tmp_path / "dcp2").exit == 0
     assert ckptx.verify(tmp_path / "dcp", tmp_path / "dcp2", strict=True).exit == 0
     ckptx.convert("to-hf", tmp_path / "dcp2", tmp_path / "back")
@@ -95,7 +97,7 @@ def test_a_training_checkpoint_loses_its_state_and_the_summary_says_so(tmp_path:
     moments = {f"optimizer.state.{name}.exp_avg": torch.ones(value.shape) for name, value in weights.items()}
     state = {**{f"model.{name}": value for name, value in weights.items()}, **moments, "train_state": torch.ones(2)}
     dcp.save(state, checkpoint_id=tmp_path / "step")
-    report = ckptx.convert_to_megatron(tmp_path / "step", tmp_path / "out", base=tmp_path / "hf", optimizer=None)
+    report = ckptx.convert("to-megatron", tmp_path / "step", tmp_path / "out", base=tmp_path / "hf", optimizer=None)
     assert report.dropped_optimizer is not None and report.dropped_optimizer["tensors"] == len(weights)
     assert report.ledger["written"] == len(weights) and report.ledger["dropped"] == len(weights) + 1
     text = conversion_text(report)
@@ -108,9 +110,9 @@ def test_a_training_checkpoint_loses_its_state_and_the_summary_says_so(tmp_path:
 def test_megatron_is_stored_in_another_form(tmp_path: Path) -> None:
     config = config_of("Qwen3MoeForCausalLM")
     weights = save_model(tmp_path / "hf", config)
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "stacked")
-    report = ckptx.convert_to_megatron(
-        tmp_path / "stacked", tmp_path / "separate", layers="separate", pad_vocab_to_multiple_of=ROWS
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "stacked")
+    report = ckptx.convert(
+        "to-megatron", tmp_path / "stacked", tmp_path / "separate", layers="separate", pad_vocab_to_multiple_of=ROWS
     )
     assert report.names is not None and report.names["before"] == report.names["after"] == "megatron"
     assert_equal(stored(tmp_path / "separate" / "release"), expected_tensors(weights, config, stacked=False))
@@ -119,7 +121,7 @@ def test_megatron_is_stored_in_another_form(tmp_path: Path) -> None:
 def test_a_cast_is_that_of_the_parts(tmp_path: Path) -> None:
     config = config_of("LlamaForCausalLM")
     weights = save_model(tmp_path / "hf", config)
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", dtype="fp32", pad_vocab_to_multiple_of=ROWS)
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", dtype="fp32", pad_vocab_to_multiple_of=ROWS)
     floats = {name: value.float() for name, value in weights.items()}
     assert_equal(stored(tmp_path / "out" / "release"), expected_tensors(floats, config, stacked=True))
     assert json.loads((tmp_path / "out" / "release" / "config.json").read_text())["dtype"] == "float32"
@@ -141,7 +143,7 @@ def save_alternating(path: Path) -> dict[str, Tensor]:
 
 def test_layers_with_different_tensors_stay_separate(tmp_path: Path) -> None:
     weights = save_alternating(tmp_path / "hf")
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert report.megatron is not None and report.megatron["layers"] == "separate"
     tensors = stored(tmp_path / "out" / "release")
     assert f"decoder.layers.0.{NORM}" in tensors and f"decoder.layers.0.{EXPERT_NORM}" not in tensors
@@ -153,7 +155,7 @@ def test_layers_with_different_tensors_stay_separate(tmp_path: Path) -> None:
 def test_layers_with_different_tensors_cannot_be_stacked(tmp_path: Path) -> None:
     save_alternating(tmp_path / "hf")
     with pytest.raises(CkptxError, match=r"layers 0 and 1 have different tensors: .* use --layers separate") as caught:
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", layers="stacked")
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", layers="stacked")
     assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()
 
 
@@ -175,7 +177,7 @@ def test_a_loader_reads_single_layers_and_experts(name: str, shape: tuple[int, .
 
 def test_a_layer_is_a_chunk_of_its_own(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("MixtralForCausalLM"))
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     metadata = FileSystemReader(tmp_path / "out" / "release").read_metadata().state_dict_metadata
     fc1 = metadata["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     assert {tuple(chunk.sizes) for chunk in fc1.chunks} == {(1, 1, 24, 16)} and len(fc1.chunks) == 4 * 4 * 2
@@ -187,7 +189,7 @@ def test_a_layer_is_a_chunk_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 26), (13, 26), (32, 32), (None, 128)])
 def test_the_vocabulary_is_padded_with_zeros(multiple: int | None, rows: int, tmp_path: Path) -> None:
     weights = save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", pad_vocab_to_multiple_of=multiple)
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", pad_vocab_to_multiple_of=multiple)
     tensors = stored(tmp_path / "out" / "release")
     for name, disk_name in zip(VOCABULARY, ("model.embed_tokens.weight", "lm_head.weight"), strict=True):
         assert tensors[name].shape == (rows, 16)
@@ -203,15 +205,15 @@ def test_padding_is_not_counted_as_read(tmp_path: Path) -> None:
     weights = save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
     nbytes = sum(value.nbytes for value in weights.values())
     for options in ({"dry_run": True}, {}):
-        report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", **options)
+        report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", **options)
         assert report.bytes_read == nbytes
 
 
 def test_a_dry_run_lists_the_files_that_are_written(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    planned = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", dry_run=True)
+    planned = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", dry_run=True)
     assert not (tmp_path / "out").exists()
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     written = {path.relative_to(tmp_path / "out").as_posix(): path.stat().st_size for path in files(tmp_path / "out")}
     assert {each["name"]: each["bytes"] for each in planned.files or ()} == written
 
@@ -221,7 +223,7 @@ def test_a_dry_run_lists_the_files_that_are_written(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_not_stored(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("Qwen2ForCausalLM"))
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert "output_layer.weight" not in stored(tmp_path / "out" / "release")
     assert report.ties[0]["action"] == "single" and report.ties[0]["output_names"] == [None, VOCABULARY[0]]
     assert "output head tied to the embedding" in conversion_text(report)
@@ -231,7 +233,7 @@ def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> Non
     weights = save_model(tmp_path / "hf", config_of("Qwen2ForCausalLM"))
     both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     save_file(both, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert "output_layer.weight" not in stored(tmp_path / "out" / "release")
     assert report.ledger["source"] == len(both) and report.ledger["dropped"] == 0
 
@@ -240,7 +242,7 @@ def test_a_head_that_differs_from_its_embedding_is_stored(tmp_path: Path) -> Non
     weights = save_model(tmp_path / "hf", config_of("Qwen2ForCausalLM"))
     both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
     save_file(both, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert torch.equal(stored(tmp_path / "out" / "release")["output_layer.weight"][:26], both["lm_head.weight"])
     assert report.megatron is not None and report.megatron["is_head_separate"]
     assert [edit["after"] for edit in report.config_edits] == [False]
@@ -259,7 +261,7 @@ def files(path: Path) -> list[Path]:
 def test_the_directory_is_that_of_a_release(layers: str, tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", layers=layers)
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", layers=layers)
     release = tmp_path / "out" / "release"
     assert [path.relative_to(tmp_path / "out").as_posix() for path in files(tmp_path / "out")] == [
         "ckptx.json", "latest_checkpointed_iteration.txt", "release/.metadata", "release/__0_0.distcp",
@@ -279,7 +281,7 @@ def test_the_directory_is_that_of_a_release(layers: str, tmp_path: Path) -> None
 
 def test_common_pt_names_no_class(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     with zipfile.ZipFile(tmp_path / "out" / "release" / "common.pt") as archive:
         opcodes = {opcode.name for opcode, _, _ in pickletools.genops(archive.read("archive/data.pkl"))}
     assert not opcodes & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ", "BUILD"}
@@ -288,35 +290,35 @@ def test_common_pt_names_no_class(tmp_path: Path) -> None:
 def test_the_bytes_depend_on_the_source_and_the_options_alone(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("Qwen3MoeForCausalLM"))
     for name, threads in (("a", 1), ("b", 4)):
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / name, workers=threads)
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / name, workers=threads)
     for path in files(tmp_path / "a"):
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
 
 
 def test_overwrite_replaces_an_output_and_nothing_else(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     with pytest.raises(CkptxError, match="exists and is not empty") as caught:
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert caught.value.exit_code == 5
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", layers="separate", overwrite=True)
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", layers="separate", overwrite=True)
     assert report.exit == 0 and "decoder.layers.0.mlp.linear_fc2.weight" in stored(tmp_path / "out" / "release")
     (tmp_path / "out" / "release" / "notes.txt").write_text("mine")
     with pytest.raises(CkptxError, match=r"release/notes\.txt"):
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", overwrite=True)
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", overwrite=True)
 
 
 def test_a_complete_output_is_not_written_again(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
-    assert ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", resume=True).bytes_written == 0
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
+    assert ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", resume=True).bytes_written == 0
 
 
 def test_buffers_that_megatron_computes_are_left_out(tmp_path: Path) -> None:
     weights = save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}
     save_file({**weights, **buffers}, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert {each["name"] for each in report.dropped} == buffers.keys() and report.ledger["dropped"] == len(buffers)
     assert "dropped: 4 tensors (buffer that Megatron computes from the config)" in conversion_text(report)
 
@@ -391,7 +393,7 @@ def test_it_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CkptxError) as caught:
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.exit_code == exit_code
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -406,7 +408,7 @@ def test_a_model_with_latent_attention_is_refused_by_name(tmp_path: Path) -> Non
     ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "num_hidden_layers": 2}
     DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **experts, **ranks)).save_pretrained(tmp_path / "hf")
     with pytest.raises(CkptxError, match=r"^DeepseekV3ForCausalLM: its tensors have no Megatron names") as caught:
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()
 
 
@@ -414,11 +416,11 @@ def test_a_config_is_required(tmp_path: Path) -> None:
     weights = save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
     dcp.save(dict(weights), checkpoint_id=tmp_path / "dcp")
     with pytest.raises(CkptxError, match=r"has no config\.json, which gives the class.* pass --base PATH") as caught:
-        ckptx.convert_to_megatron(tmp_path / "dcp", tmp_path / "out")
+        ckptx.convert("to-megatron", tmp_path / "dcp", tmp_path / "out")
     assert caught.value.exit_code == 3 and "--base none" not in str(caught.value)
     with pytest.raises(UsageError, match="--base none: convert to-megatron requires a config"):
-        ckptx.convert_to_megatron(tmp_path / "dcp", tmp_path / "out", base="none")
-    assert ckptx.convert_to_megatron(tmp_path / "dcp", tmp_path / "out", base=tmp_path / "hf").exit == 0
+        ckptx.convert("to-megatron", tmp_path / "dcp", tmp_path / "out", base="none")
+    assert ckptx.convert("to-megatron", tmp_path / "dcp", tmp_path / "out", base=tmp_path / "hf").exit == 0
 
 
 @pytest.mark.parametrize(
@@ -436,7 +438,7 @@ def test_a_config_is_required(tmp_path: Path) -> None:
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
     with pytest.raises(UsageError, match=message):
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", **options)
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", **options)
 
 
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
@@ -447,15 +449,15 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     save_file(quantized, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CkptxError) as caught:
-        ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+        ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert caught.value.exit_code == 4 and "pass --dequantize" in str(caught.value)
-    report = ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out", dequantize=True)
+    report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", dequantize=True)
     assert report.exit == 0 and report.ledger["merged"] == 1
 
 
 def test_an_output_of_a_damaged_file_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "hf", config_of("LlamaForCausalLM"))
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "out")
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     shutil.copytree(tmp_path / "out", tmp_path / "damaged")
     data = tmp_path / "damaged" / "release" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-100])

@@ -65,7 +65,9 @@ def test_megatron_loads_what_ckptx_writes(case: str, tmp_path: Path) -> None:
     class_name, tp, pp, ep, layers, multiple = LOADED[case]
     config = config_of(class_name)
     save_model(tmp_path / "hf", config)
-    ckptx.convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", layers=layers, pad_vocab_to_multiple_of=multiple)
+    ckptx.convert(
+        "to-megatron", tmp_path / "hf", tmp_path / "megatron", layers=layers, pad_vocab_to_multiple_of=multiple
+    )
     outputs = load_with_megatron(tmp_path / "hf", tmp_path / "megatron" / "release", tp=tp, pp=pp, ep=ep)
     assert len(outputs) == pp * max(tp, ep) and all("parameters are equal" in output for output in outputs)
 
@@ -75,7 +77,7 @@ def test_the_comparison_finds_swapped_rows(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "hf", tmp_path / "other")
     name = "model.layers.2.self_attn.k_proj.weight"
     save_file({**weights, name: weights[name].flip(0)}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
-    ckptx.convert_to_megatron(tmp_path / "other", tmp_path / "megatron", pad_vocab_to_multiple_of=32)
+    ckptx.convert("to-megatron", tmp_path / "other", tmp_path / "megatron", pad_vocab_to_multiple_of=32)
     with pytest.raises(RuntimeError, match=r"AssertionError: decoder\.layers\.2\.self_attention\.linear_qkv\.weight"):
         load_with_megatron(tmp_path / "hf", tmp_path / "megatron" / "release", tp=2)
 

@@ -16,7 +16,7 @@ from ckptx.mapping.rewrite import ZEROS_FILE
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.megatron_tensors import Layers, MegatronTensors, make_megatron_tensors
 from ckptx.model_view.view import ModelView
-from ckptx.quantization.computed_files import ComputedFiles, ZeroFile
+from ckptx.quantization.computed_files import ComputedFiles, FileOfZeros
 from ckptx.storage.interface import SourceFiles
 
 _COMPUTED_REASON = "buffer that Megatron computes from the config"
@@ -104,7 +104,7 @@ def combine_for_megatron(
     padding = [chunk.nbytes for entry in made.tensors.values() for chunk in entry.chunks if chunk.file == ZEROS_FILE]
     return CombinedTarget(
         result,
-        ComputedFiles(files, {ZEROS_FILE: ZeroFile(max(padding))}) if padding else files,
+        ComputedFiles(files, {ZEROS_FILE: FileOfZeros(max(padding))}) if padding else files,
         tuple(
             {"name": stored, "reason": _COMPUTED_REASON}
             for name in made.computed

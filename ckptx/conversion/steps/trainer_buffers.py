@@ -8,7 +8,7 @@ from ckptx.architecture.trainer_naming.detect import SCHEMES
 from ckptx.catalog.entry import Chunk
 from ckptx.catalog.region import full_region
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.quantization.computed_files import ComputedFile, ComputedFiles, ZeroFile
+from ckptx.quantization.computed_files import ComputedFile, ComputedFiles, FileOfZeros
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
@@ -47,7 +47,7 @@ def add_trainer_buffers(named_target: NamedTarget, files: SourceFiles) -> Target
     source_names, stored_names = dict(target.source_names), dict(target.stored_names)
     for buffer in buffers:
         file_name = f"zeros {buffer.name}"
-        computed[file_name] = ZeroFile(buffer.nbytes)
+        computed[file_name] = FileOfZeros(buffer.nbytes)
         entry = buffer._replace(chunks=(Chunk(full_region(buffer.shape), file_name, 0, buffer.nbytes),))
         source_tensors[file_name] = entry.with_name(file_name)
         tensors[buffer.name], source_names[buffer.name], stored_names[buffer.name] = entry, file_name, ()
