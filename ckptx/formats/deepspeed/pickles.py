@@ -6,7 +6,6 @@ Optimizer states name a fixed list of classes. Model states also contain what th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptx.errors import InputError, UnsupportedError
@@ -70,30 +69,13 @@ _OPTIMIZER_GLOBALS: Globals = {
 }
 
 
-class _WithOpaqueObjects(Mapping[tuple[str, str], object]):
-    """The stand-ins of torch, and `Opaque` for every other class or function."""
-
-    def __getitem__(self, name: tuple[str, str]) -> object:
-        found = TORCH_GLOBALS.get(name)
-        return Opaque if found is None else found
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(TORCH_GLOBALS)
-
-    def __len__(self) -> int:
-        return len(TORCH_GLOBALS)
-
-
-_MODEL_GLOBALS = _WithOpaqueObjects()
-
-
 def load_model_states(data: bytes, where: str) -> Any:
     """Return the pickled model states of one rank; objects of unknown classes are `Opaque`.
 
     Raises:
         InputError: The pickle is damaged.
     """
-    return load_torch(data, where, _MODEL_GLOBALS)
+    return load_torch(data, where, unknown=lambda *_: Opaque)
 
 
 def load_optimizer_states(data: bytes, where: str) -> Any:

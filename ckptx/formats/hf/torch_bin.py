@@ -5,7 +5,9 @@ another has a separate entry with the same byte range. Only the zip directory an
 
 A single file may hold nested dicts, such as `{"model": model.state_dict(), "optimizer": ..., "step": 5}`. Its tensors
 get the names that they would have in a DCP, `model.norm.weight` and `optimizer.state.0.exp_avg`, so that the model is
-found by its prefix, as in a DCP.
+found by its prefix, as in a DCP. Objects of any class next to the tensors, such as the arguments of a training loop,
+are values like any other: they are ignored, with a note. Flat files must not contain any, because loaders reject them,
+too, and an object may replace a weight.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from ckptx.catalog.region import full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.hf.reader import check_index, parse_index, read_text
 from ckptx.formats.torch_archive.archive import locate_tensor, open_archive
-from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
+from ckptx.formats.torch_archive.unknown_objects import UnknownNames, class_of_unknown, count_tensors
+from ckptx.formats.torch_archive.unpickle import (
+    ORDERED_DICT,
+    TORCH_GLOBALS,
+    Call,
+    Globals,
+    StorageRef,
+    TensorRef,
+    UnsupportedObject,
+    describe_refused_name,
+    load_torch,
+)
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.limits import MAX_INDEX_BYTES, MAX_TENSORS
 from ckptx.wording import counted
@@ -29,6 +42,11 @@ from ckptx.wording import counted
 _MAX_DEPTH = 16  # levels of dicts and lists in a file
 _MAX_VALUES = 4 * MAX_TENSORS  # of a file; lists that contain one list many times have more than can be visited
 _MAX_LISTED = 4  # names in a note
+_SAVE_TENSORS = "save only tensors: torch.save(model.state_dict(), ...)"
+_GLOBALS: Globals = {
+    **TORCH_GLOBALS,
+    ("collections", "defaultdict"): Call(lambda *arguments: ORDERED_DICT(*arguments[1:])),
+}
 
 
 def open_bin(source: Source, names: Sequence[str]) -> Catalog:
@@ -63,8 +81,7 @@ def _open_files(source: Source, names: Sequence[str]) -> Catalog:
             contents = _open_file(files, name, is_single=len(names) == 1)
             if contents.is_nested:
                 catalog.format = TORCH_SAVE.name
-            if contents.ignored:
-                catalog.notes.append(_ignored_note(name, contents.ignored))
+            catalog.notes += _ignored_notes(name, contents.ignored)
             for entry in contents.entries:
                 if entry.name in entries:
                     raise InputError(
@@ -83,18 +100,53 @@ class _FileContents(NamedTuple):
     Attributes:
         entries: The tensors.
         is_nested: True if they are in nested dicts.
-        ignored: Dotted names of values other than tensors; empty unless the dicts are nested.
+        ignored: Values other than tensors; empty unless the dicts are nested.
     """
 
     entries: list[TensorEntry]
     is_nested: bool
-    ignored: list[str]
+    ignored: list[_IgnoredValue]
 
 
-def _ignored_note(name: str, ignored: list[str]) -> str:
-    parents = list(dict.fromkeys(".".join(each.split(".")[:2]) for each in ignored))
-    listed = ", ".join(map(repr, parents[:_MAX_LISTED])) + (", ..." if len(parents) > _MAX_LISTED else "")
-    return f"{name}: {counted(len(ignored), 'value')} other than tensors ignored, in {listed}"
+class _IgnoredValue(NamedTuple):
+    """A value that is not converted.
+
+    Attributes:
+        name: Dotted name.
+        class_name: Dotted name of its class if that is unknown, else None.
+        tensor_count: Number of tensors in it.
+    """
+
+    name: str
+    class_name: str | None
+    tensor_count: int
+
+    @property
+    def parent(self) -> str:
+        """Return the first two parts of the name, and the class."""
+        parts = self.name.split(".")
+        class_name = self.class_name if len(parts) <= 2 else None
+        return repr(".".join(parts[:2])) + (f" ({class_name})" if class_name else "")
+
+
+def _ignored_notes(name: str, ignored: list[_IgnoredValue]) -> list[str]:
+    notes = []
+    if ignored:
+        listed = _list_parents(ignored)
+        notes.append(f"{name}: {counted(len(ignored), 'value')} other than tensors ignored, in {listed}")
+    with_tensors = [value for value in ignored if value.tensor_count]
+    if with_tensors:
+        count = counted(sum(value.tensor_count for value in with_tensors), "tensor")
+        notes.append(
+            f"{name}: {count} in objects not converted, in {_list_parents(with_tensors)}; to convert them, save the "
+            "state_dict() of the objects"
+        )
+    return notes
+
+
+def _list_parents(values: list[_IgnoredValue]) -> str:
+    parents = list(dict.fromkeys(value.parent for value in values))
+    return ", ".join(parents[:_MAX_LISTED]) + (", ..." if len(parents) > _MAX_LISTED else "")
 
 
 def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileContents:
@@ -110,15 +162,21 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
         UnsupportedError: It contains more than named dense tensors.
     """
     where = f"{files.root / name}"
-    archive = open_archive(partial(files.read, name), 0, files.size(name), where)
+    unknown = UnknownNames()
+    archive = open_archive(
+        partial(files.read, name), 0, files.size(name), where, partial(load_torch, allowed=_GLOBALS, unknown=unknown)
+    )
+    is_nested = is_single and isinstance(archive.tree, dict) and _has_nested_tensor(archive.tree, where)
+    refused_name = unknown.first()
+    if refused_name is not None and not is_nested:
+        raise InputError(f"{where}: {describe_refused_name(refused_name)}; {_SAVE_TENSORS}")
     if not isinstance(archive.tree, dict):
         raise UnsupportedError(
             f"{where}: expected a dict of named tensors, found {describe_value(archive.tree)}; save the plain "
             "state_dict()"
         )
     tree = archive.tree
-    ignored: list[str] = []
-    is_nested = is_single and _has_nested_tensor(tree, where)
+    ignored: list[_IgnoredValue] = []
     if is_nested:
         tree, ignored = _flatten(tree, where)
     entries = []
@@ -140,7 +198,7 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
 
 
 def _is_nested(value: object) -> bool:
-    return isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | UnsupportedObject)
+    return isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | UnsupportedObject | StorageRef)
 
 
 def _has_nested_tensor(tree: Mapping[Any, Any], where: str) -> bool:
@@ -168,16 +226,18 @@ def _refuse_many_values(count: int, where: str) -> None:
         raise UnsupportedError(f"{where}: more than {_MAX_VALUES:,} values in it; save the plain state_dict()")
 
 
-def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the tensors of nested dicts and lists by dotted name, and the names of all other values.
+def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[_IgnoredValue]]:
+    """Return the tensors of nested dicts and lists by dotted name, and all other values.
 
     Raises:
         InputError: Two tensors have the same dotted name.
-        UnsupportedError: A key is neither a string nor an integer, or there are too many values or levels of dicts.
+        UnsupportedError: A key above a tensor is neither a string nor an integer, a state dict contains an object with
+            tensors in place of a tensor, or there are too many values or levels of dicts.
     """
     tensors: dict[str, Any] = {}
-    ignored: list[str] = []
+    ignored: list[_IgnoredValue] = []
     pending: list[tuple[str, Any, int]] = [("", tree, 0)]
+    counted_ids: set[int] = set()
     visited = 0
     while pending:
         name, value, depth = pending.pop()
@@ -186,21 +246,37 @@ def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[
         if depth > _MAX_DEPTH:
             raise UnsupportedError(f"{where}: more than {_MAX_DEPTH} levels of dicts; save the plain state_dict()")
         if _is_nested(value):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in reversed(list(pairs)):
-                if type(key) not in (str, int):
-                    raise UnsupportedError(
-                        f"{where}: {name or 'the dict'} has a key that is {describe_value(key)}; save the plain "
-                        "state_dict()"
-                    )
-                pending.append((f"{name}.{key}" if name else str(key), item, depth + 1))
+            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            odd_keys = [key for key, _ in pairs if type(key) not in (str, int)]
+            if odd_keys and (not name or count_tensors(value, counted_ids)):
+                raise UnsupportedError(
+                    f"{where}: {name or 'the dict'} has a key that is {describe_value(odd_keys[0])}; save the plain "
+                    "state_dict()"
+                )
+            if odd_keys:
+                ignored.append(_IgnoredValue(name, None, 0))
+                continue
+            pending.extend((f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in reversed(pairs))
         elif not isinstance(value, TensorRef | UnsupportedObject):
-            ignored.append(name)
+            ignored.append(_IgnoredValue(name, class_of_unknown(value), count_tensors(value, counted_ids)))
         elif name in tensors:
             raise InputError(f'{where}: two tensors have the dotted name "{name}"; save the plain state_dict()')
         else:
             tensors[name] = value
+    _refuse_objects_among_tensors(tensors, ignored, where)
     return tensors, ignored
+
+
+def _refuse_objects_among_tensors(tensors: Mapping[str, Any], ignored: list[_IgnoredValue], where: str) -> None:
+    """Refuse an object with tensors in a state dict, where it may replace a weight: a quantized one, for example."""
+    state_dicts = {name.rpartition(".")[0] for name in tensors if "." in name}
+    for value in ignored:
+        if value.tensor_count and value.name.rpartition(".")[0] in state_dicts:
+            raise UnsupportedError(
+                f"{where}: expected only tensors next to the tensors in {value.name.rpartition('.')[0]!r}, found an "
+                f"object of {value.class_name or 'torch.storage'} that contains tensors at {value.name!r}; "
+                f"{_SAVE_TENSORS}"
+            )
 
 
 def is_utf8(key: str) -> bool:
@@ -218,6 +294,8 @@ def describe_value(value: object) -> str:
         return "a tensor"
     if isinstance(value, UnsupportedObject):
         return f"a {value.kind}"
+    if (class_name := class_of_unknown(value)) is not None:
+        return f"an object of {class_name}"
     if isinstance(value, dict):
         return "a nested dict"
     return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -5,8 +5,8 @@ A pickle is a program. Four checks keep it harmless:
 1. Opcodes. A scan before loading allows only the opcodes of torch's writers, and checks every length and memo index
    against the size of the data: CPython's unpickler would allocate 64 GiB for one damaged memo index. Numbers have at
    most 64 bits, and the number of empty containers, which take one byte here and seventy in memory, is limited.
-2. Names. A global is looked up in a table; any other name is refused with an error. The table never contains the real
-   class, only a stand-in that records its arguments.
+2. Names. A global is looked up in a table; any other name is refused with an error, or becomes a stand-in that is an
+   inert value (`unknown_objects`). The table never contains the real class, only a stand-in that records its arguments.
 3. Stand-ins. They are immutable (`BUILD` could otherwise set attributes on a class), so one file cannot influence how
    the next one is read.
 4. Keys. No tuple is ever hashed, compared or printed: one with 70 levels that each contain the previous level twice
@@ -34,6 +34,7 @@ from ckptx.errors import CkptxError, InputError
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
 Globals = Mapping[tuple[str, str], object]
+UnknownName = Callable[[str, str], object]
 
 _NO_ARGUMENT = re.escape(b"(N)]taesubR0\x81\x85\x86\x87\x88\x89\x90\x93\x94Q")
 _WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
@@ -91,9 +92,14 @@ class EnumClass(Call):
     __slots__ = ()
 
 
+def describe_refused_name(name: str) -> str:
+    """Describe a class or function to which a pickle must not refer, for error messages."""
+    return f"refers to {name}, which is not allowed in a checkpoint; nothing was executed"
+
+
 def _enum_member(enum_class: object, name: object) -> object:
     if not (isinstance(enum_class, EnumClass) and isinstance(name, str)):
-        raise InputError("refers to builtins.getattr, which is not allowed in a checkpoint; nothing was executed")
+        raise InputError(f"{describe_refused_name('builtins.getattr')}; save only tensors and plain values")
     return enum_class(name)
 
 
@@ -156,6 +162,7 @@ def load(
     allowed: Globals,
     where: str,
     persistent: Callable[[object], object] | None = None,
+    unknown: UnknownName | None = None,
 ) -> Any:
     """Return the object tree of a pickle, with stand-ins for classes and functions.
 
@@ -164,6 +171,7 @@ def load(
         allowed: Stand-in of each (module, name) that may occur. Torch dtypes are always allowed, as `Symbol`.
         where: Subject of error messages.
         persistent: Returns the stand-in for a persistent id (a storage of a torch archive); None if none may occur.
+        unknown: Returns the stand-in for the module and name of any other class or function; None if none may occur.
 
     Raises:
         InputError: The pickle is damaged, or refers to something that is not allowed. Nothing was executed.
@@ -171,7 +179,7 @@ def load(
     checked = _scan(data, where)
     try:
         with without_garbage_collection():
-            return _Unpickler(checked, allowed, persistent).load()
+            return _Unpickler(checked, allowed, persistent, unknown).load()
     except CkptxError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # A damaged pickle can raise any class.
@@ -206,11 +214,16 @@ class _Peekable(io.BytesIO):
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes | bytearray, allowed: Globals, persistent: Callable[[object], object] | None
+        self,
+        data: bytes | bytearray,
+        allowed: Globals,
+        persistent: Callable[[object], object] | None,
+        unknown: UnknownName | None,
     ) -> None:
         super().__init__(_Peekable(data), buffers=starmap(SafeDict, repeat(())))
         self._allowed = allowed
         self._persistent = persistent
+        self._unknown = unknown
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed.get((module, name))
@@ -218,9 +231,9 @@ class _Unpickler(pickle.Unpickler):
             return found
         if module == "torch" and len(name) <= _MAX_DTYPE_LENGTH and _DTYPE_NAME.fullmatch(name):
             return Symbol(f"torch.{name}")
-        raise InputError(
-            f"refers to {module[:80]}.{name[:80]}, which is not allowed in a checkpoint; nothing was executed"
-        )
+        if self._unknown is not None:
+            return self._unknown(module, name)
+        raise InputError(f"{describe_refused_name(f'{module[:80]}.{name[:80]}')}; save only tensors and plain values")
 
     def persistent_load(self, pid: object) -> Any:
         if self._persistent is None:
@@ -332,18 +345,19 @@ class UnsupportedObject(NamedTuple):
     kind: str
 
 
-def load_torch(data: bytes, where: str, allowed: Globals | None = None) -> Any:
+def load_torch(data: bytes, where: str, allowed: Globals | None = None, unknown: UnknownName | None = None) -> Any:
     """Read the object tree of a `data.pkl`, with `TensorRef`, `StorageRef` and `UnsupportedObject` for torch objects.
 
     Args:
         data: The pickle.
         where: Subject of error messages.
         allowed: Stand-in of each name that may occur; None means `TORCH_GLOBALS`.
+        unknown: See `load`.
 
     Raises:
         InputError: See `load`; also tensors with an invalid shape, strides or storage.
     """
-    return load(data, TORCH_GLOBALS if allowed is None else allowed, where, _storage_stand_in)
+    return load(data, TORCH_GLOBALS if allowed is None else allowed, where, _storage_stand_in, unknown)
 
 
 def _layout_stand_in(name: object) -> Symbol:
