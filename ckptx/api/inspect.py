@@ -43,7 +43,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         str(options.path), revision=options.revision, token=options.token, cache_dir=options.cache_dir
     )
     checkpoint = open_checkpoint(path)
-    options.check_source_prefix(checkpoint.traits, checkpoint.root)
+    options.check_source_prefix(checkpoint.traits, checkpoint.location)
     prefix = options.source_prefix_or_none
     view = log(_view_without_class_if_needed(checkpoint, prefix, log))
     log.note(*view.notes_on_other_models("not described"))

@@ -51,6 +51,7 @@ class Catalog:
             a file begins with its name and a space, so that the file is not listed again as not copied.
         opened_from: Location that was opened, from which `root` can differ, because subdirectories are searched for a
             checkpoint; None for a catalog that was made in memory.
+        opened_file: The weight file or index that was opened, instead of its directory; else None.
         opened_source: Access to the files below `root`; None for a catalog that was made in memory. Use `source`, which
             also works then.
     """
@@ -69,7 +70,13 @@ class Catalog:
     parts: tuple[CheckpointPart, ...] = ()
     notes: list[str] = field(default_factory=list)
     opened_from: Location | None = None
+    opened_file: Location | None = None
     opened_source: Source | None = None
+
+    @property
+    def location(self) -> Location:
+        """Location of the checkpoint for messages: the file that was opened, or else the directory."""
+        return self.root if self.opened_file is None else self.opened_file
 
     @property
     def source(self) -> Source:

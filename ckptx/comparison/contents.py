@@ -131,7 +131,7 @@ def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catal
         UnsupportedError: See `open_dequantized`.
     """
     if not is_quantized(a) and not is_quantized(b):
-        raise InputError(f"--dequantize: neither {a.root} nor {b.root} is quantized; leave out --dequantize")
+        raise InputError(f"--dequantize: neither {a.location} nor {b.location} is quantized; leave out --dequantize")
     target = DTYPE_BY_OPTION.get(dtype)
     decoded_dtype = "BF16" if target is None or target.name == "BF16" else "F32"
     return open_dequantized(a, decoded_dtype), open_dequantized(b, decoded_dtype)
@@ -144,7 +144,7 @@ def _use_masters(*views: tuple[ModelView, SourceFiles]) -> list[ModelView]:
         InputError: No model has master weights.
     """
     if not any(has_master_weights(view) for view, _ in views):
-        roots = " nor ".join(str(view.catalog.root) for view, _ in views)
+        roots = " nor ".join(str(view.catalog.location) for view, _ in views)
         raise InputError(
             f"--weights masters: neither {roots} has fp32 master weights in an optimizer state; leave out --weights"
         )
@@ -164,7 +164,7 @@ def _prepare_view(view: ModelView, files: SourceFiles, log: Log, with_state: boo
     compare_replicas(view.catalog, files)
     view = resolve_duplicates(view, files, with_state=with_state)
     others = () if with_state else view.notes_on_other_models("not compared")
-    log.note(*(f"{view.catalog.root}: {note}" for note in (*view.notes, *others)))
+    log.note(*(f"{view.catalog.location}: {note}" for note in (*view.notes, *others)))
     return view
 
 

@@ -55,11 +55,11 @@ def diff(options: DiffOptions) -> DiffReport:
         match_config_with_notes(view, log.notes)
     first, second, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
     for view in (first, second):
-        log.note(*(f"{view.catalog.root}: {note}" for note in view.notes))
+        log.note(*(f"{view.catalog.location}: {note}" for note in view.notes))
     for view in (a_view, b_view):
         log.note(
             *(
-                f"{view.catalog.root}: {note}"
+                f"{view.catalog.location}: {note}"
                 for note in (*view.notes_on_other_models("not compared"), *_note_on_duplicates(view))
             )
         )
@@ -104,7 +104,7 @@ def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[Mod
         view.catalog.traits.is_training_format and view.prefix == prefix for view in views
     ):
         raise InputError(
-            f'--source-prefix "{prefix}": neither {a.root} nor {b.root} is a training checkpoint with a '
+            f'--source-prefix "{prefix}": neither {a.location} nor {b.location} is a training checkpoint with a '
             f"model {describe_prefix(prefix)}; list their names with `ckptx inspect --tensors`"
         )
     return views
@@ -232,7 +232,7 @@ def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
             if name not in other.tensors:
                 partner = ties.find_counterpart(name, in_view=other, other_view=view)
             if partner is not None:
-                one_sided.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.root)})
+                one_sided.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.location)})
     return one_sided
 
 

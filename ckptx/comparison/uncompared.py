@@ -28,4 +28,4 @@ def note_on_uncompared(view: ModelView, *, objects: int = 0) -> tuple[str, ...]:
         objects: Number of its pickled objects, to count them as well.
     """
     counts = uncompared_text(count_uncompared(view, objects=objects))
-    return (f"{view.catalog.root}: not compared: {counts}",) if counts else ()
+    return (f"{view.catalog.location}: not compared: {counts}",) if counts else ()

@@ -93,7 +93,8 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
     else:
         raise ArgumentTypeError(f"path: {path!r} must be a string or a path")
     opened = opened.without_cache()
-    if opened.read_kind() not in (None, EntryKind.BROKEN_LINK):
+    kind = opened.read_kind()
+    if kind not in (None, EntryKind.BROKEN_LINK):
         _refuse_unfinished(opened)  # before the files in it, some of which are missing, are judged
     located = locate(opened)
     source = located.source
@@ -103,14 +104,15 @@ def open_checkpoint(path: str | Path | Source) -> Catalog:
         name for name in (*located.weights, "config.json", MANIFEST) if listing.has(name)
     )
     located, catalog = _open_located(located)
+    catalog.opened_from = opened.location
+    catalog.opened_file = opened.location if kind is EntryKind.FILE else None
     if not catalog.tensors:
-        raise InputError(f"{located.root}: contains no tensors; pass another checkpoint")
+        raise InputError(f"{catalog.location}: contains no tensors; pass another checkpoint")
     _check_limits(catalog)
     _refuse_rank_part(located, catalog)
     note_unreadable_manifest(source, catalog.notes)
     _add_config_and_sidecars(catalog, located)
     catalog.identities = {**identities, **catalog.identities}
-    catalog.opened_from = opened.location
     return catalog
 
 
@@ -197,11 +199,12 @@ def _check_limits(catalog: Catalog) -> None:
     longest = max(map(len, (*catalog.tensors, *catalog.objects)))
     if longest > MAX_NAME_LENGTH:
         raise InputError(
-            f"{catalog.root}: has a name of {longest:,} characters, the limit is {MAX_NAME_LENGTH:,}; shorten it"
+            f"{catalog.location}: has a name of {longest:,} characters, the limit is {MAX_NAME_LENGTH:,}; shorten it"
         )
     if len(catalog.tensors) > MAX_TENSORS:
         raise InputError(
-            f"{catalog.root}: has {len(catalog.tensors):,} tensors, the limit is {MAX_TENSORS:,}; split the checkpoint"
+            f"{catalog.location}: has {len(catalog.tensors):,} tensors, the limit is {MAX_TENSORS:,}; split the "
+            "checkpoint"
         )
 
 

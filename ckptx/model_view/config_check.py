@@ -77,7 +77,9 @@ def _match_tensors(view: ModelView) -> ConfigMatch:
         matcher = _ConfigMatcher(architecture, config, rules, expected, extras)
         return matcher.match({replace_legacy_leaf(name): entry for name, entry in tensors.items()})
     except InputError as error:
-        return ConfigMatch("names and shapes", (Mismatch(str(view.catalog.root), str(error), "tensors of one model"),))
+        return ConfigMatch(
+            "names and shapes", (Mismatch(str(view.catalog.location), str(error), "tensors of one model"),)
+        )
 
 
 def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -109,7 +111,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     except CkptxError as error:
         notes.append(str(error))
         return None
-    root = view.catalog.root
+    root = view.catalog.location
     class_name = view.disk_architecture.class_name
     notes += [f"{root}: {note}" for note in match.extra_notes(class_name, are_written=False)]
     if match.mismatches:

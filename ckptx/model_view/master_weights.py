@@ -84,7 +84,7 @@ def use_master_weights(view: ModelView, files: SourceFiles, *, tie_missing: bool
 
 def _find_masters(view: ModelView) -> dict[str, TensorEntry]:
     """Return the master of each weight that has one, by the name of the weight in the view."""
-    root = view.catalog.root
+    root = view.catalog.location
     stored = [name for name in view.optimizer if name.endswith(_SUFFIX)]
     if not stored:
         stage_3 = " (of ZeRO stage 3, the weights themselves are the masters)"

@@ -85,7 +85,8 @@ def map_megatron_names(
         return None
     if len(prefixes) > 1:
         raise UnsupportedError(
-            f"{catalog.root}: holds {len(prefixes)} Megatron models, under {', '.join(map(repr, prefixes[:8]))}; save "
+            f"{catalog.location}: holds {len(prefixes)} Megatron models, under "
+            f"{', '.join(map(repr, prefixes[:8]))}; save "
             "one of them to a checkpoint of its own"
         )
     conversions = megatron.conversions(str(class_names[0]), config)
@@ -100,7 +101,8 @@ def map_megatron_names(
         for layer_name, entry in _unstack(name, entries[stored_name], layer_count):
             if layer_name in layers:
                 raise InputError(
-                    f'{catalog.root}: tensors "{stored_name_by_layer_name[layer_name]}" and "{stored_name}" both hold '
+                    f'{catalog.location}: tensors "{stored_name_by_layer_name[layer_name]}" and "{stored_name}" '
+                    "both hold "
                     f'"{layer_name}"; remove one of them'
                 )
             layers[layer_name] = entry.with_name(layer_name)
@@ -108,7 +110,7 @@ def map_megatron_names(
     renamed = TrainerRules(conversions).from_trainer(layers)
     if renamed.unknown:
         raise UnsupportedError(
-            f'{catalog.root}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
+            f'{catalog.location}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
             f"{class_names[0]}; pass --base PATH with the config it was trained with, or --base none to keep the names"
         )
     names = sorted(renamed.tensors, key=_order)
@@ -226,7 +228,8 @@ def _split_names(catalog: Catalog, prefix: str) -> tuple[dict[str, str], tuple[d
             stored[name] = name.removeprefix(prefix)
         else:
             raise UnsupportedError(
-                f'{catalog.root}: tensor "{name}" is outside of the Megatron model under "{prefix}", so it cannot be '
+                f'{catalog.location}: tensor "{name}" is outside of the Megatron model under "{prefix}", so it '
+                "cannot be "
                 "mapped; pass --base none to keep the names"
             )
     return stored, tuple(dropped)

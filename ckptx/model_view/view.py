@@ -148,7 +148,7 @@ def view_model(
     roles, unwrapped = found.models.roles, found.unwrapped
     if len(found.models.complete_prefixes) > 1 and prefix is None and catalog.traits.is_training_format:
         if not allow_several:
-            raise SeveralModelsError(catalog.root, found.models.complete_prefixes)
+            raise SeveralModelsError(catalog.location, found.models.complete_prefixes)
         notes.append(
             f"{_describe_models(found.models.complete_prefixes)}; showing the model {describe_prefix(roles.prefix)}"
         )
@@ -157,7 +157,7 @@ def view_model(
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
-    refuse_adapters(names_by_pattern, catalog.root)
+    refuse_adapters(names_by_pattern, catalog.location)
     note = architecture_note(disk_architecture)
     if note is not None:
         notes.append(note)
@@ -233,7 +233,7 @@ def _refuse_stars(catalog: Catalog) -> None:
     for name in catalog.tensors:
         if "*" in name and "*" in name.split("."):
             raise UnsupportedError(
-                f'{catalog.root}: tensor "{name}": "*" stands for an index in name patterns; rename the tensor'
+                f'{catalog.location}: tensor "{name}": "*" stands for an index in name patterns; rename the tensor'
             )
 
 
@@ -416,7 +416,8 @@ def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
             known = {first_chunk: digest_leaves(entry, first_chunk)}
         if digest_leaves(entry, replica) != known[first_chunk]:
             raise InputError(
-                f'{catalog.root}: tensor "{entry.name}": {replica.file} and {first_chunk.file} have different bytes '
+                f'{catalog.location}: tensor "{entry.name}": {replica.file} and {first_chunk.file} have '
+                "different bytes "
                 f"for {replica.region}; one of them comes from another save, restore it"
             )
 
@@ -453,7 +454,7 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
             is_outside = bool(view.prefix) and first_name == view.prefix + name
             advice = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
             raise InputError(
-                f'{view.catalog.root}: tensors "{first_name}" and "{name}" are one parameter under two names, but '
+                f'{view.catalog.location}: tensors "{first_name}" and "{name}" are one parameter under two names, but '
                 f"{difference}; {advice}"
             )
     names = list(duplicates)

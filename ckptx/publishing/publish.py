@@ -254,7 +254,8 @@ def _write_share(
         return None
     if not is_same_source(message["job"], _describe_job(job, files)):
         raise InputError(
-            f"{job.source.root}: the checkpoint or the options of rank {processes.rank} differ from those of rank 0; "
+            f"{job.source.location}: the checkpoint or the options of rank {processes.rank} differ from those "
+            "of rank 0; "
             "start all ranks with the same options, on a directory that all nodes share"
         )
     with open_staging(target) as (tree, journal):

@@ -61,7 +61,7 @@ def find_quantized_tensors(catalog: Catalog, config: Mapping[str, Any] | None = 
         InputError, UnsupportedError: See `read_declaration` and `find_quantized`.
     """
     declared = read_declared_quantization(catalog, catalog.config if config is None else config)
-    return find_quantized(catalog.tensors, declared, str(catalog.root))
+    return find_quantized(catalog.tensors, declared, str(catalog.location))
 
 
 def dequantize(
@@ -84,7 +84,7 @@ def dequantize(
     config = catalog.config if config is None else config
     quantized = find_quantized_tensors(catalog, config)
     if not quantized.tensors:
-        raise InputError(f"{catalog.root}: no tensor is quantized; leave out --dequantize")
+        raise InputError(f"{catalog.location}: no tensor is quantized; leave out --dequantize")
     decoded = decode_catalog(*_locate_chunks(catalog, quantized, files), DTYPES_BY_NAME[dtype])
     edits = tuple(dequantization_edits(config or {}))
     return DequantizedCheckpoint(

@@ -69,7 +69,8 @@ def decode_catalog(catalog: Catalog, quantized: QuantizedTensors, dtype: DType) 
             decoder_by_file[decoded.chunks[0].file] = decoder
         if decoded.name in tensors or (decoded.name != name and decoded.name in catalog.tensors):
             raise InputError(
-                f'{catalog.root}: tensors "{name}" and "{decoded.name}" are two forms of one weight; remove one of them'
+                f'{catalog.location}: tensors "{name}" and "{decoded.name}" are two forms of one weight; remove '
+                "one of them"
             )
         tensors[decoded.name] = decoded
     stored_names = {tensor.name: name for name, tensor in quantized.tensors.items()}

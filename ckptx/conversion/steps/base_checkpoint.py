@@ -102,7 +102,7 @@ def no_config_error(source: Catalog, *, can_do_without: bool = True) -> InputErr
         source: Source checkpoint.
         can_do_without: True if `--base none` would convert it without a config.
     """
-    root = source.root
+    root = source.location
     if not can_do_without:
         return InputError(
             f"{root}: has no config.json, which gives the class, the heads and the vocabulary; pass --base PATH with "
@@ -196,7 +196,7 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     else:
         base = open_checkpoint(root)
     if base.config is None or config_source(base).location != base.root:
-        raise InputError(f"{base.root}: has no config.json; --base requires an HF checkpoint")
+        raise InputError(f"{base.location}: has no config.json; --base requires an HF checkpoint")
     if base.traits.is_training_format:
-        raise UnsupportedError(f"{base.root}: is of format {base.format}; --base requires an HF checkpoint")
+        raise UnsupportedError(f"{base.location}: is of format {base.format}; --base requires an HF checkpoint")
     return base

@@ -119,6 +119,6 @@ def _refuse_cast(source: Catalog, config: Mapping[str, Any] | None, dtype: str) 
     for name, entry in source.tensors.items():
         if entry.dtype.name in CODE_DTYPES and len(entry.shape) > 1:
             raise UsageError(
-                f'--dtype {dtype}: "{name}" of {source.root} is quantized ({entry.dtype.name}), and --dtype does '
+                f'--dtype {dtype}: "{name}" of {source.location} is quantized ({entry.dtype.name}), and --dtype does '
                 "not cast quantized weights; add --dequantize to decode them"
             )

@@ -70,6 +70,7 @@ def rename_megatron_source(base: BaseCheckpoint, files: SourceFiles, options: Co
         return RenamedSource(base, base.source)
     if options.optimizer == "keep":
         raise UnsupportedError(
-            f"{base.source.root}: --optimizer keep: optimizer state of Megatron is not mapped; leave out --optimizer"
+            f"{base.source.location}: --optimizer keep: optimizer state of Megatron is not mapped; leave out "
+            "--optimizer"
         )
     return RenamedSource(replace(base, source=model.catalog, is_renamed=True), base.source, model, model.notes)

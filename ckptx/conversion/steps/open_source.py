@@ -73,7 +73,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
             _refuse_incomplete_set(source)
         refuse_input_files(source, dst)
         _logger.info(
-            "%s: %s, %d tensors, %d objects, %d files", source.root, source.format, len(source.tensors),
+            "%s: %s, %d tensors, %d objects, %d files", source.location, source.format, len(source.tensors),
             len(source.objects), len(source.files),
         )  # fmt: skip
         with source.source.open(source.identities) as files:

@@ -107,17 +107,18 @@ def quantize_target(
     target = named_target.target
     by_name = {tensor.name: tensor for tensor in quantized.tensors.values()}
     if not by_name:
-        raise InputError(f"{catalog.root}: no tensor is quantized; leave out --quantize")
+        raise InputError(f"{catalog.location}: no tensor is quantized; leave out --quantize")
     missing = [name for name in by_name if name not in target.tensors]
     if len(missing) == len(by_name):
         raise InputError(
-            f"{base.source.root}: has none of the weights that are quantized in {catalog.root}, such as "
+            f"{base.source.location}: has none of the weights that are quantized in {catalog.location}, such as "
             f'"{missing[0]}"; pass the base that the model was trained from'
         )
     other_names = [name for name in target.tensors if name not in by_name and name not in catalog.tensors]
     if missing and other_names:
         raise InputError(
-            f'{base.source.root}: has no "{missing[0]}", which is quantized in {catalog.root}, but "{other_names[0]}", '
+            f'{base.source.location}: has no "{missing[0]}", which is quantized in {catalog.location}, but '
+            f'"{other_names[0]}", '
             "which is not in it, so their names differ; pass a base in which each expert is a separate tensor, as on "
             "the Hub"
         )
@@ -132,7 +133,7 @@ def quantize_target(
     def add_computed(entry: TensorEntry, made_of: tuple[str, ...]) -> None:
         if entry.name in target.tensors and entry.name not in by_name:
             raise UnsupportedError(
-                f'{base.source.root}: tensor "{entry.name}" has the name of a scale in the base; is the checkpoint '
+                f'{base.source.location}: tensor "{entry.name}" has the name of a scale in the base; is the checkpoint '
                 "quantized already? Leave out --quantize"
             )
         own, file_name = computed_entry(entry), computed_file_name(entry)

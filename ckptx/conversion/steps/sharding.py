@@ -121,7 +121,7 @@ def _make_sharder(
     user_plan = read_plan(str(options.tp_plan)) if options.tp_plan else None
     plan = effective_plan(architecture, view.config, user_plan)
     stacks = architecture.stacks(view.config) if architecture is not None and view.config is not None else ()
-    root = view.catalog.root
+    root = view.catalog.location
     # The beginning of an error that ends with ": cannot find the layer list, ...".
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
     stages = StageMap(stacks, dims.pp, options.pp_split, subject, _advice_on_layers(view))

@@ -210,7 +210,7 @@ def check_against_config(view: ModelView, base: BaseCheckpoint, *, allow_config_
     if unknown_note is not None:
         notes.append(unknown_note)
     if match.mismatches:
-        mismatch = match.summary(str(view.catalog.root))
+        mismatch = match.summary(str(view.catalog.location))
         vocabulary = match.padded_vocabulary
         if vocabulary is not None and not allow_config_mismatch:
             raise InputError(
@@ -297,7 +297,7 @@ def refuse_without_model(view: ModelView) -> None:
         InputError: No tensor belongs to a model.
     """
     if not view.tensors:
-        root = view.catalog.root
+        root = view.catalog.location
         raise InputError(f"{root}: contains no model tensors; list its names with `ckptx inspect --tensors`")
 
 

@@ -81,7 +81,7 @@ def map_training_state(
     """
     names = [*view.optimizer, *view.other, *view.catalog.objects]
     mapper = _StateMapper(view, files, sharded, output_names)
-    refuse_indexed_state(names, mapper.parameters, str(view.catalog.root))
+    refuse_indexed_state(names, mapper.parameters, str(view.catalog.location))
     return mapper.map_names(names)
 
 

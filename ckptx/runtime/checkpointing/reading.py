@@ -61,7 +61,7 @@ class OpenCheckpoint:
     @property
     def root(self) -> Location:
         """The directory of the checkpoint."""
-        return self.view.catalog.root
+        return self.view.catalog.location
 
     @property
     def architecture(self) -> Architecture | None:

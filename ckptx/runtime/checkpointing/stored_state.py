@@ -94,7 +94,7 @@ def open_state(path: Path) -> Iterator[StoredState]:
     catalog = open_checkpoint(path)
     if not catalog.traits.has_archives:
         raise UnsupportedError(
-            f"{catalog.root}: is a {catalog.traits.name} checkpoint, expected a DCP, the only format with training "
+            f"{catalog.location}: is a {catalog.traits.name} checkpoint, expected a DCP, the only format with training "
             "state; use a checkpoint that was saved during training"
         )
     with catalog.source.open() as files:
