@@ -175,10 +175,9 @@ def _run_steps(
     if selection.restored_files is None:
         edits = log(output.edits(view, named_target, cast, base, ties, dtype))
     all_edits = (*dequantized.config_edits, *config_check.edits, *edits.changes)
-    needs_tokenizer = output.needs_tokenizer and options.base not in (None, "none")
     sidecars = log(
         collect_sidecars(
-            base, output.sidecars(base), all_edits, needs_tokenizer=needs_tokenizer, keeps_state=keeps_state
+            base, output.sidecars(base), all_edits, needs_tokenizer=output.needs_tokenizer, keeps_state=keeps_state
         )
     )
     target = output_tensors.target

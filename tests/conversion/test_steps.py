@@ -584,4 +584,7 @@ def test_a_base_without_a_tokenizer_is_noted(tmp_path: Path, name: str | None) -
     notes = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base).notes
     expected = f"no tokenizer files in {base}, so the output has none; vLLM and SGLang need them"
     assert (expected in notes) == (name is None)
+    assert (expected in ckptx.convert("to-hf", base, tmp_path / "hf").notes) == (name is None)
+    assert expected not in ckptx.convert("to-hf", base, tmp_path / "plain", base="none").notes
+    assert expected not in ckptx.convert("to-dcp", base, tmp_path / "again").notes
     assert expected not in ckptx.reshard(tmp_path / "dcp", tmp_path / "cut", tp=2, base=base).notes

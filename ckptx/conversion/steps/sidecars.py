@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE
+from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object, read_text
 from ckptx.formats.outside_links import find_outside_links
 from ckptx.formats.sidecars import QUANTIZATION_FILES, is_known_sidecar, is_tokenizer_file
@@ -50,7 +51,7 @@ def collect_sidecars(
         base: Checkpoint that they come from.
         names: Names of the files to copy; with `--base none`, only files of Megatron's format are copied.
         edits: Changes to config.json.
-        needs_tokenizer: True to note that a base for a model with a vocabulary has no tokenizer.
+        needs_tokenizer: True to note that there is no tokenizer for a model with a vocabulary.
         keeps_state: True to copy `Catalog.training_files` of the source, too; False to note that they are not copied.
 
     Raises:
@@ -67,8 +68,8 @@ def collect_sidecars(
     for name in names:
         _refuse_malformed_file(source, name)
     has_tokenizer = any(is_tokenizer_file(PurePosixPath(name).name) for name in names)
-    if needs_tokenizer and not has_tokenizer and _has_vocabulary(base.config or {}):
-        root = base.sidecar_source.root
+    if needs_tokenizer and not has_tokenizer and not base.is_none and _has_vocabulary(base.config or {}):
+        root = config_source(base.sidecar_source).location
         notes.append(f"no tokenizer files in {root}, so the output has none; vLLM and SGLang need them")
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}
     outside_links = [f"{name} -> {real}" for name, real in find_outside_links(source, files)]
