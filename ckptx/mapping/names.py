@@ -58,6 +58,15 @@ class UnwrappedNames(NamedTuple):
     duplicates: Mapping[str, str] = MappingProxyType({})
     names_with_module: tuple[str, ...] = ()
 
+    def count_without(self, others: Iterable[str]) -> dict[str, int]:
+        """Return `counts` without some of the old names."""
+        counts = Counter(self.counts)
+        for name in others:
+            short_name = self.names.get(name, name)
+            if short_name != name:
+                counts.subtract(_removed_components(name, short_name))
+        return {wrapper: count for wrapper, count in counts.items() if count}
+
 
 def strip_wrappers(names: Iterable[str], patterns: frozenset[str] = frozenset()) -> UnwrappedNames:
     """Remove wrapper components at any depth, except from names of the architecture (`patterns`).

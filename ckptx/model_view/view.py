@@ -50,7 +50,8 @@ class ModelView:
         optimizer: Stored names of optimizer tensors.
         other: Stored names of tensors of neither model nor optimizer.
         prefix: Prefix removed from model names.
-        wrappers: Wrapper component -> number of times it was removed, from all names.
+        wrappers: Wrapper component -> number of times it was removed, from the names of the model and its optimizer
+            state.
         architecture: Class of the model under the names of the checkpoint; None if unknown.
         disk_architecture: Class under disk names (as on the Hub); differs from `architecture` only for trainer names.
         trainer_conversions: Conversions from trainer names to disk names; empty if the names are not a trainer's.
@@ -173,7 +174,7 @@ def view_model(
         tuple(stored_names[name] for name in roles.optimizer),
         tuple(stored_names[name] for name in roles.other if name not in found.models.duplicates),
         roles.prefix,
-        unwrapped.counts,
+        unwrapped.count_without(stored_names[name] for name in roles.other) if unwrapped.counts else {},
         architecture,
         disk_architecture,
         found.trainer_conversions,

@@ -123,3 +123,14 @@ def test_options_of_training_checkpoints_are_refused_for_other_formats(hf: Path,
         )
     with pytest.raises(UsageError, match=re.escape(f"SRC is not one (format: {kind}) and has no optimizer state")):
         ckptx.convert("to-dcp", source, tmp_path / "out", optimizer="drop")
+
+
+@pytest.mark.parametrize("key", ["model", "ema"])
+def test_the_wrappers_of_a_model_that_is_not_converted_are_not_counted(hf: Path, tmp_path: Path, key: str) -> None:
+    plain = load_file(hf / "model.safetensors")
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in plain.items()}
+    source = trained(hf, "model", ema=plain)
+    torch.save({"model": wrapped, "ema": plain}, source)
+    notes = ckptx.convert("to-hf", source, tmp_path / "out", source_prefix=f"{key}.").notes
+    expected = [f'wrapper "_orig_mod." removed from {len(plain)} names'] if key == "model" else []
+    assert [note for note in notes if "wrapper" in note] == expected
