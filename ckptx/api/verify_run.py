@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptx.api.memory_check import check_memory_fit
 from ckptx.comparison.headers import view_both
-from ckptx.errors import PeerFailure, missing_package
+from ckptx.errors import InputError, PeerFailure, missing_package
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.registry import open_checkpoint
@@ -39,6 +39,8 @@ def verify_models(options: CompareRunOptions) -> RunReport:
         resolve_source(str(path), revision=options.revision, token=options.token, cache_dir=options.cache_dir)
         for path in (options.reference, options.checkpoint)
     )
+    if not is_launched_by_us():
+        log.note(*_config_notes(reference, checkpoint))
     options = _with_recorded_layout(options, checkpoint, log if is_first_rank() and not is_launched_by_us() else Log())
     if options.tp_plan is not None:
         read_plan(str(options.tp_plan))  # errors are raised before a rank starts
@@ -60,6 +62,25 @@ def verify_models(options: CompareRunOptions) -> RunReport:
     except ImportError as error:
         raise missing_package("--run", error) from error
     return replace(verify_run(reference, checkpoint, options, log), forecast_peak=peak)
+
+
+def _config_notes(reference: Path, checkpoint: Path) -> list[str]:
+    """Return a note for a checkpoint without a config, which runs with that of the other.
+
+    Raises:
+        InputError: Neither has a config.
+    """
+    first, second = open_checkpoint(reference), open_checkpoint(checkpoint)
+    if first.config is None and second.config is None:
+        raise InputError(
+            f"{second.location}: neither this checkpoint nor {first.location} has a config.json, which --run requires "
+            "to build the model; add one, or compare the bytes without --run"
+        )
+    return [
+        f"{catalog.location}: no config.json; using that of {other.root}"
+        for catalog, other in ((first, second), (second, first))
+        if catalog.config is None
+    ]
 
 
 def _with_recorded_layout(options: CompareRunOptions, checkpoint: Path, log: Log) -> CompareRunOptions:

@@ -23,18 +23,21 @@ def find_dtype_differences(
     checkpoint: Mapping[str, TensorEntry],
     config: Mapping[str, Any] | None,
     architecture: Architecture | None,
+    *,
+    reference_config: str | None = None,
 ) -> list[dict[str, Any]]:
     """Count the tensors of a checkpoint whose stored dtype is not the expected one.
 
     Args:
         reference: Tensors of the reference by model name.
         checkpoint: Tensors of the checkpoint by model name.
-        config: Contents of the `config.json` of the checkpoint.
+        config: Contents of the `config.json` of the checkpoint, or of that of the reference.
         architecture: Class of the checkpoint; tensors that it does not have are skipped.
+        reference_config: Path of the `config.json` of the reference, if `config` is from there; else None.
 
     Returns:
         An entry for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors` (their
-        number), and the first `names` in the model.
+        number), the first `names` in the model, and `reference_config`.
     """
     names_by_dtypes: dict[tuple[str, str, str], list[str]] = {}
     declared = _read_config_dtype(config or {})
@@ -54,6 +57,7 @@ def find_dtype_differences(
             "expected": expected,
             "tensors": len(names),
             "names": names[:_MAX_LISTED],
+            "reference_config": reference_config if against == "config" else None,
         }
         for (against, stored, expected), names in names_by_dtypes.items()
     ]
@@ -76,8 +80,10 @@ def describe_dtype_differences(differences: list[dict[str, Any]], compute_dtype:
                 "without --run compares stored dtypes"
             )
         else:
+            path = difference.get("reference_config")
+            config = "its config.json" if path is None else f"{path}, the config of the reference,"
             yield (
-                f"{tensors} of the checkpoint {verb} stored as {difference['stored']}, but its config.json sets "
+                f"{tensors} of the checkpoint {verb} stored as {difference['stored']}, but {config} sets "
                 f"{difference['expected']}: {names}; a loader that uses the dtype of the config casts them"
             )
 

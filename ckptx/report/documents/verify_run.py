@@ -63,7 +63,8 @@ class RunReport(Report):
             (reference, checkpoint), and `is_expected`, false for a tensor that the class does not have for no known
             reason.
         dtype_differences: One entry per pair of dtypes that differ: `against` (reference or config), `stored`,
-            `expected`, `tensors` (their number) and the first `names`.
+            `expected`, `tensors` (their number), the first `names`, and `reference_config` (path of the config of the
+            reference, if the checkpoint has none).
         peak_rss_rank_0: Peak resident set size of rank 0 in bytes, if this process started the ranks.
     """
 

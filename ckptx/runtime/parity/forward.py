@@ -61,8 +61,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
 
     Args:
         reference: Checkpoint with the expected results.
-        checkpoint: Checkpoint to test, loaded under the layout of `options`. Without a config.json, that of the
-            reference is used.
+        checkpoint: Checkpoint to test, loaded under the layout of `options`. If one of the two has no config.json, that
+            of the other is used.
         options: Options of the run.
         log: Log that receives the notes for the user, the same on every rank.
 

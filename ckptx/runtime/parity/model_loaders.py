@@ -21,7 +21,7 @@ from ckptx.architecture.run_support import check_run_support
 from ckptx.catalog.catalog import Catalog
 from ckptx.comparison.stored_dtypes import find_dtype_differences
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.formats.hf.hf_metadata import local_config_directory
+from ckptx.formats.hf.hf_metadata import config_source, local_config_directory
 from ckptx.layout.stages import Stack
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.verify import RunOptions
@@ -148,8 +148,8 @@ class ModelLoader:
         with self._open(self.fallback) as other:
             if other.view.catalog.config is None:
                 raise InputError(
-                    f"{self.path}: neither this checkpoint nor the reference has a config.json; add one to build the "
-                    "model"
+                    f"{self.path}: neither this checkpoint nor {self.fallback} has a config.json; add one to build "
+                    "the model"
                 )
             return local_config_directory(other.view.catalog)
 
@@ -289,7 +289,7 @@ def make_loaders(
     The reference is first in both pairs.
     """
     reference_loader, checkpoint_loader = (
-        ModelLoader(reference, reference, options),
+        ModelLoader(reference, checkpoint, options),
         ModelLoader(checkpoint, reference, options),
     )
     reference_facts, checkpoint_facts = reference_loader.inspect_model(), checkpoint_loader.inspect_model()
@@ -317,6 +317,13 @@ def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> li
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
         stored_as = first.find_tied_names().items()
         tied_tensors = {name: first.tensors[source] for name, source in stored_as if source in first.tensors}
+        has_own_config = second.view.catalog.config is not None
         return find_dtype_differences(
-            {**tied_tensors, **first.tensors}, second.tensors, second.config, second.view.disk_architecture
+            {**tied_tensors, **first.tensors},
+            second.tensors,
+            second.config,
+            second.view.disk_architecture,
+            reference_config=None
+            if has_own_config
+            else str(config_source(first.view.catalog).location / "config.json"),
         )
