@@ -238,6 +238,8 @@ def _run_steps(
     reset_counts(dequantized.files, quantized.files)
     removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []
     outcome = None if options.dry_run else _publish(job, dst, files, options, source_checkpoint.processes, base)
+    if outcome is not None and outcome.restart_reason:
+        log.note(f"--resume: discarded the output of an interrupted run, because {outcome.restart_reason}")
     if removed_files and (options.dry_run or (outcome is not None and not outcome.was_complete)):
         log.note(removal_note(dst, removed_files, dry_run=options.dry_run))
     return build_report(command, conversion, outcome, log)

@@ -169,6 +169,9 @@ def publish(
             groups=None if processes is None else _assign_groups(job.plan, processes),
         )
         result.was_locked = staging.is_locked
+        if staging.replaced_plan is not None:
+            reason = _explain_replacement(staging.replaced_plan, _describe_plan(job, identities))
+            result.restart_reason = reason
         if processes is not None:
             for rank in range(1, processes.world_size):
                 result.add(CopyResult(**processes.receive(rank, "result")))
@@ -229,12 +232,35 @@ def manifest_size(job: Job) -> int:
 
 def _prepare_staging(job: Job, staging: Publisher, identities: FileIdentities, resume: bool) -> bool:
     """Prepare the staging directory; return True if an interrupted run of the same job is resumed."""
-    plan = repr((identities.describe_tensor_files(), _digest_plan(job.plan), sorted(job.settings.items()))).encode()
+    plan = _describe_plan(job, identities)
     resumed = staging.begin(plan, resume)
     if resumed:
         staging.output.remove_others({file.name for file in job.plan.files})
     staging.require_space(job.nbytes + manifest_size(job) - staging.output.allocated_bytes())
     return resumed
+
+
+def _describe_plan(job: Job, identities: FileIdentities) -> bytes:
+    """Return what has to be equal for a run to resume another: one line for the source, the files, and each setting."""
+    settings = [f"{name}={value!r}" for name, value in sorted(job.settings.items())]
+    return "\n".join([repr(identities.describe_tensor_files()), _digest_plan(job.plan), *settings]).encode()
+
+
+def _explain_replacement(old_plan: bytes, plan: bytes) -> str:
+    """Return the reason why a run with a plan does not resume one with another plan."""
+    (old_source, _, *old_settings), (source, _, *settings) = (
+        each.decode(errors="replace").split("\n") if each.count(b"\n") > 1 else ["", "", ""]
+        for each in (old_plan, plan)
+    )
+    changed = [each for each in settings if each not in old_settings]
+    if old_settings == [""]:
+        return "its plan is damaged"
+    if old_source != source:
+        return "the source has changed since"
+    if changed:
+        flags = sorted(f"--{each.partition('=')[0].replace('_', '-')}" for each in changed)
+        return f"it had another value of {', '.join(flags)}"
+    return "it was to write other tensors or files: the options, the config or the version of ckptx differ"
 
 
 def _write_share(

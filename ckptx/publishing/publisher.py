@@ -56,6 +56,10 @@ class Publisher(Protocol):
     def leftover(self) -> Any:
         """Location of files that `discard` could not remove; None if there are none."""
 
+    @property
+    def replaced_plan(self) -> bytes | None:
+        """Plan of the interrupted run that `begin` discarded although `resume` was set; else None."""
+
     def __enter__(self) -> Publisher:
         """Return the claim itself."""
 

@@ -54,6 +54,7 @@ class Staging:
     output: DirectoryHandle
     journal: DirectoryHandle
     leftover: Path | None = None
+    replaced_plan: bytes | None = None
 
     def __init__(
         self,
@@ -274,8 +275,10 @@ class Staging:
         Returns:
             True if an interrupted run of the same plan is resumed.
         """
-        is_resumed = resume and self._root.read("plan", len(plan) + 1) == plan
+        old_plan = self._root.read("plan", max(len(plan) + 1, 1 << 20)) if resume else None
+        is_resumed = old_plan == plan
         if not is_resumed:
+            self.replaced_plan = old_plan
             for name in ("plan", "tree", "journal"):
                 self._remove_if_present(name)
         self.output = self._track(self._root.open_directory("tree", create=True))

@@ -46,6 +46,7 @@ class CopyResult:
         overflows: Number of finite elements that a cast made infinite, by target name.
         underflows: Number of nonzero elements that a cast made zero, by target name.
         peak_rss: Peak resident set size in bytes, maximum over the other processes that copied; 0 for none.
+        restart_reason: Reason why `--resume` discarded the output of an interrupted run; "" if it did not.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class CopyResult:
     overflows: dict[str, int] = field(default_factory=dict)
     underflows: dict[str, int] = field(default_factory=dict)
     peak_rss: int = 0
+    restart_reason: str = ""
 
     def add(self, other: CopyResult) -> None:
         """Add the digests and counts of another process, which copied other files.

@@ -288,6 +288,7 @@ def test_an_interrupted_run_is_resumed(hf: Path, dst: Path, tmp_path: Path) -> N
         convert(hf, dst, on_progress=interrupt)
     assert names_in(dst.parent) == [".dcp.ckptx-partial"]
     report = convert(hf, dst, resume=True)
+    assert not [note for note in report.notes if "--resume" in note]
     assert report.bytes_written < sum(len(data) for _, _, data in llama(hidden=32).values())
     convert(hf, tmp_path / "undisturbed")
     assert tree_digest(dst) == tree_digest(tmp_path / "undisturbed")
@@ -307,7 +308,13 @@ def test_a_resumed_run_that_makes_something_else_starts_afresh(
         options["dtype"] = "fp16"
     else:
         options["files"] = 2
-    convert(hf, dst, resume=True, **options)
+    notes = convert(hf, dst, resume=True, **options).notes
+    reason = {
+        "source": "the source has changed since",
+        "dtype": "it had another value of --dtype",
+        "files": "it was to write other tensors or files: the options, the config or the version of ckptx differ",
+    }[change]
+    assert f"--resume: discarded the output of an interrupted run, because {reason}" in notes
     convert(hf, tmp_path / "undisturbed", **options)
     assert tree_digest(dst) == tree_digest(tmp_path / "undisturbed")
 

@@ -495,6 +495,7 @@ class MemoryPublisher:
     def begin(self, plan: bytes, resume: bool) -> bool:
         noted = self.staged / "plan"
         same = resume and noted.is_file() and noted.read_bytes() == plan
+        self.replaced_plan = noted.read_bytes() if resume and noted.is_file() and not same else None
         if not same:
             self.staged.remove()
         noted.write_bytes(plan)
