@@ -163,6 +163,9 @@ class SectionedGroup(_SectionedHelp, click.Group):
             names, group = self.list_commands(ctx), name_of_call(ctx)
             aliases = [each.split()[-1] for each in commands_by_name() if each.rpartition(" ")[0] == group]
             matches = get_close_matches(name, [*names, *aliases], 1)
+            matches = [each for each in commands_by_name() if each.split()[-1] == name] or matches
+            if matches and group and matches[0] not in names + aliases:
+                matches[0] = f"ckptx {matches[0]}"
             advice = f"did you mean {matches[0]}?" if matches else f"the commands are {', '.join(names)}"
             raise click.UsageError(f"unknown command: {name}; {advice}", ctx)
         return command

@@ -116,4 +116,5 @@ def _run(call: CommandCall) -> int:
         call.name,
         lambda log: convert(**arguments, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
+        target=call.values.get("dst"),
     )

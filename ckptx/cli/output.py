@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -29,6 +31,7 @@ from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.processes.rendezvous import is_first_rank
 from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
+from ckptx.storage.staging_paths import staging_paths
 from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
 
 _SECONDS_BETWEEN_PROGRESS_LINES = 10.0
@@ -83,6 +86,8 @@ class Output:
         make_report: Callable[[Log], R],
         format_report: Callable[[R], str],
         format_verdict: Callable[[R], str] | None = None,
+        *,
+        target: object = None,
     ) -> int:
         """Run a command, and print and write its report, even on failure.
 
@@ -92,15 +97,14 @@ class Output:
             format_report: Function that formats the report for a terminal.
             format_verdict: Function that formats the report as one line for --quiet. If None, --quiet prints what
                 `format_report` returns, and only if the exit code is not 0.
+            target: Path of the checkpoint that the command writes, for the message of an interrupted run.
 
         Returns:
             The exit code.
         """
         stopwatch, log, message = Stopwatch(), Log(self._show_step), ""
-        interruption_advice = (
-            "; no output was created; run again with --resume to continue" if _makes_checkpoint(command) else ""
-        )
-        signals.set_advice(interruption_advice)
+        advice_on_interruption = partial(_advise_on_interruption, target if _makes_checkpoint(command) else None)
+        signals.set_advice(advice_on_interruption)
         exception: BaseException | None = None
         report: R | None = None
         try:
@@ -117,7 +121,7 @@ class Output:
             exception, message = error, f"out of memory; {advice}"
             self._trace(error)
         except (KeyboardInterrupt, Terminated) as error:
-            exception, message = error, f"interrupted{interruption_advice}"
+            exception, message = error, f"interrupted{advice_on_interruption()}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
             exception = find_environment_problem(error) or error
             internal = f"internal error: {type(error).__name__}: {error}; please report it"
@@ -252,6 +256,18 @@ def _makes_checkpoint(command: str) -> bool:
     from ckptx.options.commands import commands_by_name
 
     return commands_by_name()[command].writes_checkpoint
+
+
+def _advise_on_interruption(target: object) -> str:
+    """Return the end of the message of an interrupted run; `target` is the checkpoint that it was to write, or None."""
+    if target is None:
+        return ""
+    directory = staging_paths(Path(str(target)))[0].parent
+    given = Path(str(target)).parent / directory.name
+    if os.path.lexists(given):
+        directory = given  # as short as the path that the user passed
+    removal = f", or remove {one_line(str(directory))}" if os.path.lexists(directory) else ""
+    return f"; no output was created; run again with --resume to continue{removal}"
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -35,4 +35,5 @@ def command(call: CommandCall) -> int:
         call.name,
         lambda log: reshard(**call.values, log=log, on_progress=output.progress, report_file=output.report_file),
         conversion_text,
+        target=call.values.get("dst"),
     )

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from ckptx.errors import HungUp, Terminated
@@ -21,11 +22,11 @@ HANDLER_SECONDS = 3.0  # from the signal to the start of its handler
 CLEANUP_SECONDS = 20.0  # from the start of the handler, for the exception to end threads and close files
 
 _is_handled = threading.Event()
-_advice = ""
+_advice: Callable[[], str] = str
 
 
-def set_advice(advice: str) -> None:
-    """Set the end of the error message that is printed if Python cannot run the handler, such as how to resume."""
+def set_advice(advice: Callable[[], str]) -> None:
+    """Set the function that returns the end of the error message if Python cannot run the handler."""
     global _advice
     _advice = advice
 
@@ -56,5 +57,5 @@ def _watch_wakeup_pipe(reader: int, numbers: frozenset[int]) -> None:
         for number in numbers.intersection(received):
             if _is_handled.wait(HANDLER_SECONDS):
                 time.sleep(CLEANUP_SECONDS)
-            os.write(2, f"error: interrupted{_advice}\n".encode())
+            os.write(2, f"error: interrupted{_advice()}\n".encode())
             os._exit(128 + number)

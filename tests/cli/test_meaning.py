@@ -293,6 +293,12 @@ def test_help_of_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ("words", "message"),
     [
         ("reshrad a b", "unknown command: reshrad; did you mean reshard?"),
+        ("to-hf a b", "unknown command: to-hf; did you mean convert to-hf?"),
+        ("to-dcp a b", "unknown command: to-dcp; did you mean convert to-dcp?"),
+        ("to-megatron a b", "unknown command: to-megatron; did you mean convert to-megatron?"),
+        ("hf2dcp a b", "unknown command: hf2dcp; did you mean convert hf2dcp?"),
+        ("dcp2hf a b", "unknown command: dcp2hf; did you mean convert dcp2hf?"),
+        ("convert reshard a b", "unknown command: reshard; did you mean ckptx reshard?"),
         ("convert to-hc a b", "unknown command: to-hc; did you mean to-hf?"),
         ("convert hf2dpc a b", "unknown command: hf2dpc; did you mean hf2dcp?"),
         ("zzz", "unknown command: zzz; the commands are inspect, convert, reshard, diff, verify,"),

@@ -68,7 +68,7 @@ import ctypes, sys
 from ckptx.cli import signals
 signals.HANDLER_SECONDS = signals.CLEANUP_SECONDS = 0.3
 libc = ctypes.CDLL(None)
-signals.set_advice(sys.argv[1])
+signals.set_advice(lambda: sys.argv[1])
 signals.install_handlers()
 print("ready", flush=True)
 libc.pthread_mutex_lock.argtypes = [ctypes.c_void_p]

@@ -171,7 +171,10 @@ def test_asked_to_stop(
         shutil.rmtree(dst)  # it was faster than the signal
     assert process.returncode == code
     assert out == ""
-    assert err == "error: interrupted; no output was created; run again with --resume to continue\n"
+    partial = dst.parent / ".out.ckptx-partial"
+    assert err == (
+        f"error: interrupted; no output was created; run again with --resume to continue, or remove {partial}\n"
+    )
     assert names_in(dst.parent) == [".out.ckptx-partial"]
     check_what_is_left(setting, dst)
     finish(setting, dst)
