@@ -34,7 +34,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.conversion import ReshardOptions, ToHfOptions
 from ckptx.storage.interface import StoredFile
 from tests.conversion.steps import CONFIG, TIED, decided, find_base, frozen, source, viewed
-from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, names_in, value, write_dcp, write_hf
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 MIXTRAL = {
@@ -571,6 +571,23 @@ def test_a_file_that_loaders_accept_or_do_not_read_is_copied(tmp_path: Path, nam
     (base / name).write_text(text)
     ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "out", base=base)
     assert (tmp_path / "out" / name).read_text() == text
+
+
+def test_the_config_of_a_base_stands_for_its_directory(tmp_path: Path) -> None:
+    base = write_hf(tmp_path / "base", llama(), config=CONFIG)
+    (base / "tokenizer.json").write_text("{}")
+    write_dcp(tmp_path / "dcp", llama(), config=None)
+    for name, path in (("directory", base), ("file", base / "config.json")):
+        ckptx.convert("to-hf", tmp_path / "dcp", tmp_path / name, base=path)
+    assert names_in(tmp_path / "file") == names_in(tmp_path / "directory")
+    assert "tokenizer.json" in names_in(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["nodir", "no/such/dir"])
+def test_a_missing_base_is_named_as_the_base(tmp_path: Path, name: str) -> None:
+    write_dcp(tmp_path / "dcp", llama(), config=None)
+    with pytest.raises(InputError, match=f"^--base {tmp_path / name}: no such file or directory"):
+        ckptx.convert("to-hf", tmp_path / "dcp", tmp_path / "out", base=tmp_path / name)
 
 
 @pytest.mark.parametrize(

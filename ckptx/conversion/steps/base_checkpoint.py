@@ -19,6 +19,7 @@ from ckptx.model_view.view import read_valid_manifest
 from ckptx.options.conversion import ConversionOptions
 from ckptx.publishing.output_checks import refuse_overlap
 from ckptx.publishing.overwrite_checks import refuse_input_files
+from ckptx.storage.files import is_regular_file
 from ckptx.storage.interface import local_path
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
@@ -178,9 +179,14 @@ def _open_base(options: ConversionOptions) -> Catalog | None:
     """
     if options.base in (None, "none"):
         return None
-    root = resolve_source(
-        str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir
-    )
+    try:
+        root = resolve_source(
+            str(options.base), revision=options.revision, token=options.token, cache_dir=options.cache_dir
+        )
+    except InputError as error:
+        raise type(error)(f"--base {error}") from error
+    if root.name == "config.json" and is_regular_file(root):
+        root = root.parent
     source = LocalSource(root)
     if source.read_kind() is EntryKind.DIRECTORY and source.listing().is_file("config.json"):
         try:
