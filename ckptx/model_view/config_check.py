@@ -31,7 +31,7 @@ from ckptx.mapping.names import pattern_of, replace_legacy_leaf, split_pattern
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules, TrainerRules
 from ckptx.model_view.config_match import MISSING_LAYER, MISSING_TENSOR, MUST_BE_ABSENT, ConfigMatch, Mismatch
-from ckptx.model_view.padded_vocabulary import find_padded_vocabulary
+from ckptx.model_view.padded_vocabulary import find_other_vocabulary
 from ckptx.model_view.view import ModelView, rules_of
 from ckptx.untrusted.limits import INDEX_IN_NAME
 from ckptx.wording import counted
@@ -53,10 +53,10 @@ def match_config(view: ModelView) -> ConfigMatch:
     match = _match_tensors(view)
     if not match.mismatches or view.config is None:
         return match
-    vocabulary = find_padded_vocabulary(
+    vocabulary = find_other_vocabulary(
         match, view.config, lambda config: _match_tensors(replace(view, config=config, _rules=[]))
     )
-    return match if vocabulary is None else replace(match, padded_vocabulary=vocabulary)
+    return match if vocabulary is None else replace(match, other_vocabulary=vocabulary)
 
 
 def _match_tensors(view: ModelView) -> ConfigMatch:

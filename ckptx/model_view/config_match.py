@@ -46,8 +46,8 @@ class Mismatch(NamedTuple):
         return f'"{self.name}": expected {self.needed}, found {self.found}'
 
 
-class PaddedVocabulary(NamedTuple):
-    """Vocabulary with more rows than the config states, which is the only difference from the config.
+class OtherVocabulary(NamedTuple):
+    """Vocabulary with another size than the config states, which is the only difference from the config.
 
     Attributes:
         vocab_size: Value in the config.
@@ -61,6 +61,8 @@ class PaddedVocabulary(NamedTuple):
 
     def description(self) -> str:
         """Return the finding as a sentence without a period."""
+        if self.rows < self.vocab_size:
+            return f"the vocabulary has {self.rows} rows, fewer than vocab_size {self.vocab_size}"
         return f"the vocabulary is padded from {self.vocab_size} to {self.rows} rows"
 
     def edits(self) -> tuple[dict[str, Any], ...]:
@@ -80,7 +82,7 @@ class ConfigMatch:
             unknown.
         is_truncated: True if more tensors are missing than `mismatches` lists.
         extras: Tensors that the class does not have, by name; allowed ones have a reason, others are mismatches.
-        padded_vocabulary: The cause of all mismatches if it is a padded vocabulary, else None.
+        other_vocabulary: The cause of all mismatches if it is a vocabulary of another size, else None.
     """
 
     checked: str
@@ -88,7 +90,13 @@ class ConfigMatch:
     unchecked: int = 0
     is_truncated: bool = False
     extras: Mapping[str, ExtraTensor] = field(default_factory=dict)
-    padded_vocabulary: PaddedVocabulary | None = None
+    other_vocabulary: OtherVocabulary | None = None
+
+    @property
+    def padded_vocabulary(self) -> OtherVocabulary | None:
+        """Return the cause of all mismatches if it is a padded vocabulary, else None."""
+        other = self.other_vocabulary
+        return other if other is not None and other.rows > other.vocab_size else None
 
     @property
     def note(self) -> str | None:
@@ -136,9 +144,9 @@ class ConfigMatch:
         ]
 
     def summary(self, subject: str) -> str:
-        """Return one line with the first three mismatches, or with the padded vocabulary that causes all of them."""
-        if self.padded_vocabulary is not None:
-            return f"{subject}: does not match its config: {self.padded_vocabulary.description()}"
+        """Return one line with the first three mismatches, or with the vocabulary that causes all of them."""
+        if self.other_vocabulary is not None:
+            return f"{subject}: does not match its config: {self.other_vocabulary.description()}"
         first = "; ".join(each.description() for each in self.mismatches[:3])
         over = "over " * self.is_truncated
         more = f"; and {over}{len(self.mismatches) - 3:,} more" if len(self.mismatches) > 3 else ""

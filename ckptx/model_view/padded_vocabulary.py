@@ -1,4 +1,4 @@
-"""Find a vocabulary that is padded: embedding and output head have more rows than the `vocab_size` of the config.
+"""Find a vocabulary of another size: embedding and output head have more or fewer rows than `vocab_size`.
 
 Trainers pad the vocabulary so that TP divides it. The tensors then match a config in which only `vocab_size` differs.
 """
@@ -9,37 +9,37 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptx.mapping.config_edits import apply_edits
-from ckptx.model_view.config_match import ConfigMatch, PaddedVocabulary
+from ckptx.model_view.config_match import ConfigMatch, OtherVocabulary
 
 _KEY = "vocab_size"
 
 
-def find_padded_vocabulary(
+def find_other_vocabulary(
     match: ConfigMatch, config: Mapping[str, Any], match_with: Callable[[dict[str, Any]], ConfigMatch]
-) -> PaddedVocabulary | None:
-    """Return the padded vocabulary if it is the only cause of all mismatches, else None.
+) -> OtherVocabulary | None:
+    """Return the vocabulary of another size if it is the only cause of all mismatches, else None.
 
     Args:
         match: Result of the check against `config`.
         config: Contents of `config.json`.
         match_with: Function that checks the same tensors against another config.
     """
-    sizes = {_padded_rows(each.shape, each.expected) for each in match.mismatches}
+    sizes = {_differing_rows(each.shape, each.expected) for each in match.mismatches}
     size = sizes.pop() if len(sizes) == 1 else None
     if size is None:
         return None
     rows, vocab_size = size
     keys = [key for key, value in _vocab_sizes(config) if value == vocab_size]
-    # Several keys usually repeat one size. If only one of them is that of the padded tensors, all others stay.
+    # Several keys usually repeat one size. If only one of them is that of these tensors, all others stay.
     for candidate in (keys, *([key] for key in keys)):
-        vocabulary = PaddedVocabulary(vocab_size, rows, tuple(candidate))
+        vocabulary = OtherVocabulary(vocab_size, rows, tuple(candidate))
         if not match_with(apply_edits(dict(config), vocabulary.edits())).mismatches:
             return vocabulary
     return None
 
 
-def _padded_rows(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tuple[int, int] | None:
-    """Return found and expected size of the dim that is larger than expected, if it is the only difference.
+def _differing_rows(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tuple[int, int] | None:
+    """Return found and expected size of the dim that differs, if there is only one.
 
     It is dim 0 of embeddings, output heads and their biases, and dim 1 of BART's `final_logits_bias`.
     """
@@ -48,7 +48,7 @@ def _padded_rows(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tu
     differing = [
         (found, size) for found, size in zip(shape, expected, strict=True) if size is not None and found != size
     ]
-    return differing[0] if len(differing) == 1 and differing[0][0] > differing[0][1] else None
+    return differing[0] if len(differing) == 1 else None
 
 
 def _vocab_sizes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

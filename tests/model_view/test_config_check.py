@@ -23,7 +23,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError
 from ckptx.model_view.config_check import match_config
-from ckptx.model_view.config_match import ConfigMatch, PaddedVocabulary
+from ckptx.model_view.config_match import ConfigMatch, OtherVocabulary
 from ckptx.model_view.view import view_model
 from ckptx.report.text import conversion_text
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
@@ -328,7 +328,7 @@ def _half(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
 
 CASES: dict[str, tuple[dict[str, Value], dict[str, Any], str]] = {
     "another size": (llama(), {"hidden_size": 16}, "expected shape"),
-    "another vocabulary": (llama(), {"vocab_size": 17}, "embed_tokens.weight"),
+    "another vocabulary": (llama(), {"vocab_size": 17}, "the vocabulary has 16 rows, fewer than vocab_size 17"),
     "an incomplete model": (llama(), {"num_hidden_layers": 4}, "model.layers.2"),
     "a shorter config": (llama(layers=4), {}, "model.layers.2"),
     "a half tensor": (
@@ -465,14 +465,26 @@ def test_a_config_with_another_mismatch_is_not_edited(tmp_path: Path, case: str)
     assert any(note.endswith("; loaders that use this config may reject the output") for note in report.notes)
 
 
+def test_a_vocabulary_that_is_too_small_is_named(tmp_path: Path) -> None:
+    """Its config is not edited: the tokenizer may have ids beyond the rows."""
+    write_hf(tmp_path / "hf", llama(), config={**CONFIG, "vocab_size": 19})
+    expected = "does not match its config: the vocabulary has 16 rows, fewer than vocab_size 19"
+    with pytest.raises(InputError, match=f"{expected}; pass --base PATH with the config that it was trained with, or"):
+        ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "out")
+    assert any(note.endswith(expected) for note in ckptx.inspect(tmp_path / "hf").notes)
+    report = ckptx.convert("hf2dcp", tmp_path / "hf", tmp_path / "out", allow_config_mismatch=True)
+    assert report.config_edits == []
+    assert any(note.endswith("; loaders that use this config may reject the output") for note in report.notes)
+
+
 def test_only_the_vocab_size_of_the_padded_model_changes() -> None:
     config, shapes = recipe("gemma3-vlm")
     padded_config = _lower_vocab_size(config, 5)
     size = VOCAB - 5
     two_keys = fit({**padded_config, "vocab_size": size}, shapes).padded_vocabulary
-    assert two_keys == PaddedVocabulary(size, VOCAB, tuple(sorted(("text_config.vocab_size", "vocab_size"))))
+    assert two_keys == OtherVocabulary(size, VOCAB, tuple(sorted(("text_config.vocab_size", "vocab_size"))))
     other_size = fit({**padded_config, "vocab_size": 7}, shapes).padded_vocabulary
-    assert other_size == PaddedVocabulary(size, VOCAB, ("text_config.vocab_size",))
+    assert other_size == OtherVocabulary(size, VOCAB, ("text_config.vocab_size",))
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-untied", "gemma3-vlm", "bart"])
