@@ -247,7 +247,8 @@ def _set_training_files(catalog: Catalog, located: LocatedCheckpoint) -> None:
 
 def _note_dropped_files(catalog: Catalog, names: Iterable[str]) -> None:
     """Add a note with the files that are never copied, except those that have a note of their own."""
-    noted_names = {note.split(" ", 1)[0] for note in catalog.notes}.union(catalog.training_files)
+    noted_words = {word.rstrip(",:") for note in catalog.notes for word in note.split(" ")}
+    noted_names = noted_words.union(catalog.training_files)
     dropped = [name for name in names if name not in noted_names]
     if dropped:
         catalog.notes.append(f"not copied: {list_names(dropped)}")

@@ -38,6 +38,18 @@ def test_strays_are_named_and_ignored(place: MemoryPath) -> None:
     assert catalog.notes == ["consolidated.safetensors ignored: it is not part of the checkpoint"]
 
 
+def test_many_strays_have_one_note(place: MemoryPath) -> None:
+    write_hf(place, llama())
+    for number in range(7):
+        write_safetensors(place / f"v{number}.safetensors", {"norm.weight": value("F32", 4)})
+    catalog = open_huggingface(place, "model.safetensors")
+    (note,) = catalog.notes
+    assert note == (
+        "7 weight files ignored, not part of the checkpoint: v0.safetensors, v1.safetensors, v2.safetensors, "
+        "v3.safetensors, v4.safetensors, and 2 more"
+    )
+
+
 @pytest.fixture
 def two(place: MemoryPath) -> MemoryPath:
     """Two shards: x and y in the first, z in the second."""

@@ -47,7 +47,7 @@ class SourceModel:
     @property
     def dropped(self) -> list[dict[str, str]]:
         """Stored `name` and `reason` of each weight that its master replaces."""
-        return [{"name": name, "reason": "replaced by its fp32 master weight"} for name in self.masters]
+        return [{"name": name, "reason": "replaced by fp32 master weights"} for name in self.masters]
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
         """Return the stored names of tensors; a weight that its master replaces has that of the master."""

@@ -22,6 +22,7 @@ from ckptx.storage.interface import Location, Source, SourceFiles
 from ckptx.storage.local import LocalSource
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from ckptx.wording import counted, list_names
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -205,9 +206,11 @@ def check_index(weight_map: dict[str, str], catalog: Catalog, path: Location) ->
 
 
 def stray_notes(names: Iterable[str], used_files: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Return one note for each weight file among the names in a directory that is not part of the checkpoint."""
+    """Return a note on the weight files among the names in a directory that are not part of the checkpoint, if any."""
     strays = sorted(name for name in names if name.endswith(suffixes) and name not in used_files)
-    return [f"{name} ignored: it is not part of the checkpoint" for name in strays]
+    if len(strays) < 2:
+        return [f"{name} ignored: it is not part of the checkpoint" for name in strays]
+    return [f"{counted(len(strays), 'weight file')} ignored, not part of the checkpoint: {list_names(strays)}"]
 
 
 def refuse_adapters(names: Iterable[str], root: Location) -> None:
