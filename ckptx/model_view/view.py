@@ -25,7 +25,7 @@ from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import Models, OtherModel, describe_prefix, find_models, find_repeated_prefixes
-from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of
+from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of, strip_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
@@ -258,11 +258,19 @@ def _find_model_names(
     prefix: str | None,
     notes: list[str],
 ) -> ModelNames:
-    """Return the model names in a checkpoint; in an HF checkpoint every name is a model name, unchanged."""
+    """Return the model names in a checkpoint; in an HF checkpoint every name is a model name.
+
+    Names of an HF checkpoint do not change, unless the class knows them only without wrappers: trainers also save the
+    state dict of a compiled model as `model.safetensors`.
+    """
     unchanged_names = UnwrappedNames({name: name for name in catalog.tensors}, {})
     unchanged = unchanged_names, Models(Roles("", unchanged_names.names, [], []))
     if not catalog.traits.is_training_format:
         architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, catalog.tensors)
+        unwrapped = _unwrap_unknown_names(catalog, architecture)
+        if unwrapped is not None:
+            names = {short: short for short in unwrapped.names.values()}
+            return ModelNames(unwrapped, Models(Roles("", names, [], [])), architecture, trainer_conversions)
         others = find_models(unchanged[1].roles, known_names(architecture, config), is_user_prefix=False).others
         notes.extend(
             f"holds a second complete model {describe_prefix(each.prefix)}, {counted(len(each.names), 'tensor')}, "
@@ -294,6 +302,18 @@ def _find_model_names(
                 f"{counted(len(repeated), 'model')} of an unknown class; using all, choose one with --source-prefix"
             )
     return found
+
+
+def _unwrap_unknown_names(catalog: Catalog, architecture: Architecture | None) -> UnwrappedNames | None:
+    """Return the names without wrappers if the class knows most of them only so; None if they stay unchanged."""
+    if architecture is None or not architecture.name_patterns:
+        return None
+    if any(architecture.expects(pattern_of(name)) for name in catalog.tensors):
+        return None
+    unwrapped = strip_wrappers(catalog.tensors, architecture.name_patterns)
+    known_count = sum(architecture.expects(pattern_of(name)) for name in unwrapped.names.values())
+    is_known = unwrapped.counts and not unwrapped.duplicates and 2 * known_count > len(unwrapped.names)
+    return unwrapped if is_known else None
 
 
 def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:

@@ -113,6 +113,8 @@ class TensorSelection:
 def record_original(view: ModelView) -> RecordingResult:
     """Return the files to record when a checkpoint is converted: its own, or those that its manifest records."""
     notes: list[str] = []
+    if view.wrappers and view.catalog.traits.can_be_restored:
+        return RecordingResult(None)  # no loader of HF files accepts names with wrappers
     if view.catalog.traits.can_be_restored:
         return RecordingResult(record_files(view.catalog, notes), tuple(notes))
     manifest = usable_manifest(view, notes)
