@@ -22,7 +22,8 @@ CONFIG = LLAMA | {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_hea
 
 
 def tensors(root: Path) -> dict[str, torch.Tensor]:
-    return load_file(write_hf(root / "hf", llama()) / "model.safetensors")
+    loaded: dict[str, torch.Tensor] = load_file(write_hf(root / "hf", llama()) / "model.safetensors")
+    return loaded
 
 
 def whole(root: Path) -> Path:
