@@ -27,6 +27,7 @@ from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.master_weights import has_master_weights, use_master_weights
 from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.unknown_class import note_on_unknown_ties
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
 from ckptx.options.verify import CompareOptions
 from ckptx.processes.threads import run_threads
@@ -66,7 +67,9 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     opened = with_common_names(open_checkpoint(reference), open_checkpoint(checkpoint))
     if options.dequantize:
         opened = _dequantize_both(*opened, dtype)
-    first, second = view_both(*opened, prefix=options.source_prefix_or_none)
+    first, second = view_both(
+        *opened, prefix=options.source_prefix_or_none, trust_remote_code=options.trust_remote_code
+    )
     for view in (first, second):
         match_config_with_notes(view, log.notes)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
@@ -102,6 +105,8 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     if overflows:
         numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
         log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
+    if any(difference["what"] == "missing" for difference in differences):
+        log.note(*note_on_unknown_ties(a_view, b_view))
     note = _note_on_dtypes(differences, first, second, ties, dtype)
     log.note(*([note] if note else []))
     report = VerifyReport(

@@ -21,6 +21,8 @@ from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.recorded_ties import recorded_ties
+from ckptx.model_view.unknown_class import note_on_unknown_ties
 from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, view_model_under
 from ckptx.options.api import api
 from ckptx.options.diff import DiffOptions
@@ -50,7 +52,9 @@ def diff(options: DiffOptions) -> DiffReport:
         for each in (options.a, options.b)
     ]
     opened = with_common_names(*(open_checkpoint(path) for path in paths), needs_bytes=False)
-    a_view, b_view = view_both(*opened, prefix=options.source_prefix_or_none)
+    a_view, b_view = view_both(
+        *opened, prefix=options.source_prefix_or_none, trust_remote_code=options.trust_remote_code
+    )
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
     first, second, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
@@ -66,6 +70,7 @@ def diff(options: DiffOptions) -> DiffReport:
         log.note(*note_on_uncompared(view, objects=len(view.catalog.objects)))
     differences = compare_headers(first, second)
     missing_count = sum(difference["what"] == "missing" for difference in differences)
+    log.note(*(note_on_unknown_ties(a_view, b_view) if missing_count else ()))
     total = len(first.tensors.keys() | second.tensors.keys())
     report = DiffReport(
         command="diff",
@@ -88,18 +93,24 @@ def diff(options: DiffOptions) -> DiffReport:
     return stopwatch.stop(report)
 
 
-def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[ModelView, ModelView]:
+def view_both(
+    a: Catalog, b: Catalog, *, prefix: str | None = None, trust_remote_code: bool = False
+) -> tuple[ModelView, ModelView]:
     """View two checkpoints as models; one without a config uses that of the other, as `verify --run` does.
 
     Args:
         a: First checkpoint.
         b: Second checkpoint.
         prefix: Prefix of model names, applied to each checkpoint with a model under it; None to detect it.
+        trust_remote_code: True to run code from the checkpoints for classes that transformers lacks.
 
     Raises:
         InputError, UnsupportedError: A checkpoint cannot be viewed, or neither has a model under the prefix.
     """
-    views = _view_with_config_of(a, b, prefix), _view_with_config_of(b, a, prefix)
+    views = (
+        _view_with_config_of(a, b, prefix, trust_remote_code),
+        _view_with_config_of(b, a, prefix, trust_remote_code),
+    )
     if prefix is not None and not any(
         view.catalog.traits.is_training_format and view.prefix == prefix for view in views
     ):
@@ -110,12 +121,16 @@ def view_both(a: Catalog, b: Catalog, *, prefix: str | None = None) -> tuple[Mod
     return views
 
 
-def _view_with_config_of(catalog: Catalog, other: Catalog, prefix: str | None) -> ModelView:
+def _view_with_config_of(
+    catalog: Catalog, other: Catalog, prefix: str | None, trust_remote_code: bool = False
+) -> ModelView:
     if catalog.config is not None or other.config is None:
-        return view_model_under(catalog, prefix)
+        return view_model_under(catalog, prefix, trust_remote_code=trust_remote_code)
     try:
         view, note = (
-            view_model_under(catalog, prefix, config=other.config),
+            view_model_under(
+                catalog, prefix, config=other.config, trust_remote_code=trust_remote_code, code_checkpoint=other
+            ),
             f"no config.json; using that of {other.root}",
         )
     except (SeveralModelsError, ReadError):
@@ -238,15 +253,17 @@ def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class TiedNames:
-    """Names of the same tensor, tied by the config or sharing bytes in a DCP.
+    """Names of the same tensor: tied by the config, recorded as tied by a manifest, or sharing bytes in a DCP.
 
     Attributes:
         groups: Name -> all names tied to it, directly or indirectly, in every naming.
         sources: Name -> names that the config directly ties it to.
+        state: Stored name of training state -> stored name of the state that a manifest records as the same tensor.
     """
 
     groups: dict[str, set[str]] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_views(cls, *views: ModelView) -> TiedNames:
@@ -264,6 +281,15 @@ class TiedNames:
                         for target, source in pair.namings:
                             ties._merge_groups(target, source)
                             ties.sources.setdefault(target, set()).add(source)
+        # Manifests are read only if a name may need its tie.
+        if any(view.catalog.tensors.keys() != views[0].catalog.tensors.keys() for view in views[1:]):
+            for view in views:
+                names = {entry.name: name for name, entry in view.tensors.items()}
+                for target, source in recorded_ties(view).items():
+                    if target in names and source in names:
+                        ties._merge_groups(names[target], names[source])
+                    else:
+                        ties.state[target] = source
         return ties
 
     def _merge_groups(self, a: str, b: str) -> None:

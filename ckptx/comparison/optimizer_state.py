@@ -56,8 +56,8 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
         return StatePairs(is_comparable=False)
     pairs, differences = [], []
     for key in dict.fromkeys((*first, *second)):
-        x = first.get(key) or _find_tied_state(second[key], first, ties)
-        y = second.get(key) or _find_tied_state(first[key], second, ties)
+        x = first.get(key) or _find_tied_state(second[key], second, first, ties)
+        y = second.get(key) or _find_tied_state(first[key], first, second, ties)
         name = (first.get(key) or second[key]).entry.name
         if x is not None and y is not None and (x.entry.dtype, x.entry.shape) == (y.entry.dtype, y.entry.shape):
             pairs.append((name, x.entry, y.entry))
@@ -145,12 +145,22 @@ def _model_name(view: ModelView, name: str) -> str:
 
 
 def _find_tied_state(
-    state_tensor: _StateTensor, others: Mapping[str, _StateTensor], ties: TiedNames
+    state_tensor: _StateTensor, own: Mapping[str, _StateTensor], others: Mapping[str, _StateTensor], ties: TiedNames
 ) -> _StateTensor | None:
-    """Return the same kind of state of a name that the parameter is tied to; None if `others` has none."""
-    if state_tensor.state is None:
-        return None
-    keys = (state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ())))
+    """Return the same kind of state of a tensor that the parameter is tied to; None if `others` has none.
+
+    Args:
+        state_tensor: State that only one checkpoint has.
+        own: State of this checkpoint by the names that are compared.
+        others: State of the other checkpoint by the names that are compared.
+        ties: Tied names.
+    """
+    keys = []
+    if state_tensor.state is not None:
+        keys += [state_tensor.state.name_for(name) for name in sorted(ties.groups.get(state_tensor.parameter, ()))]
+    recorded = ties.state.get(state_tensor.entry.name)
+    if recorded is not None:
+        keys += [key for key, each in own.items() if each.entry.name == recorded]
     return next((others[key] for key in keys if key in others), None)
 
 

@@ -34,6 +34,16 @@ def unknown_class_note(view: ModelView, config_checkpoint: Catalog, *, accepts_c
     return f"{class_name} is an unknown class: its tied weights, layers, names and shapes were not checked; {advice}"
 
 
+def note_on_unknown_ties(*views: ModelView) -> tuple[str, ...]:
+    """Return a note on names that a comparison calls missing, which may be tied in a model of an unknown class."""
+    for view in views:
+        architecture = view.disk_architecture
+        if architecture is not None and architecture.is_unknown_class and view.config is not None:
+            advice = code_advice(remote_reference(view.config, architecture.class_name))
+            return (f"{architecture.class_name} is an unknown class, so missing names may be tied to others; {advice}",)
+    return ()
+
+
 def code_advice(code: str | None) -> str:
     """Return how to use the code of an unknown class; `code` is its `file.Class` in `auto_map`, or None without one."""
     if code is None:

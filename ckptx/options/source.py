@@ -41,6 +41,7 @@ WEIGHTS = Option(
     SOURCE,
 )
 REMOTE_CODE = Option("Allow custom model code from the checkpoint.", SOURCE)
+REMOTE_CODE_OF_BOTH = REMOTE_CODE._replace(help="Allow custom model code from the checkpoints.")
 
 
 class HubOptions(Options):
@@ -91,8 +92,14 @@ class SourcePrefixOptions(Options):
             )
 
 
-class TwoCheckpointOptions(HubOptions, SourcePrefixOptions):
-    """Options for the Hub and for tensor names of commands that compare two checkpoints; each applies to both."""
+class RemoteCodeOptions(Options):
+    """Option for custom model code."""
+
+    trust_remote_code: Annotated[bool, REMOTE_CODE] = False
+
+
+class TwoCheckpointOptions(RemoteCodeOptions, HubOptions, SourcePrefixOptions):
+    """Options for the Hub, tensor names and code of commands that compare two checkpoints; each applies to both."""
 
     headings: ClassVar[Mapping[str, str]] = {SOURCE: BOTH_CHECKPOINTS}
 
@@ -111,6 +118,7 @@ class TwoCheckpointOptions(HubOptions, SourcePrefixOptions):
             'EMA weights, the prefix selects one ("": the one without a prefix).'
         ),
     ] = "auto"
+    trust_remote_code: Annotated[bool, REMOTE_CODE_OF_BOTH] = False
 
 
 class DequantizeOptions(Options):
@@ -123,9 +131,3 @@ class WeightsOptions(Options):
     """Option for checkpoints with master weights."""
 
     weights: Annotated[Weights, WEIGHTS] = "auto"
-
-
-class RemoteCodeOptions(Options):
-    """Option for custom model code."""
-
-    trust_remote_code: Annotated[bool, REMOTE_CODE] = False

@@ -23,7 +23,7 @@ from ckptx.options.option import (
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import (
     DEQUANTIZE,
-    REMOTE_CODE,
+    REMOTE_CODE_OF_BOTH,
     WEIGHTS,
     DequantizeOptions,
     LogOptions,
@@ -104,9 +104,7 @@ class RunOptions(
         bool, Option("Also compare gradients of one training step.", TRAINING_STEP, off_flag="--no-backward")
     ] = True
     dequantize: Annotated[bool, _DEQUANTIZE] = False
-    trust_remote_code: Annotated[bool, REMOTE_CODE._replace(help="Allow custom model code from the checkpoints.")] = (
-        False
-    )
+    trust_remote_code: Annotated[bool, REMOTE_CODE_OF_BOTH] = False
 
     @property
     def reference_bytes(self) -> int | None:

@@ -53,7 +53,7 @@ def test_options_reach_the_one_that_has_them(
     [
         (False, {"tp": 1}, ("--tp", "--run")),
         (False, {"backward": False}, ("--backward", "--run")),
-        (False, {"trust_remote_code": True}, ("--trust-remote-code", "--run")),
+        (False, {"compile": True}, ("--compile", "--run")),
         (True, {"dtype": "bf16"}, ("--dtype", "--compute-dtype")),
         (True, {"workers": 2}, ("--workers", "--run")),
         (False, {"pp": 2}, ("--pp", "--run")),

@@ -382,7 +382,7 @@ def test_help_names_what_an_option_depends_on() -> None:
     assert not texts["as_json"].condition and not texts["source_prefix"].condition
     titles = section_titles([*texts.values()])
     assert titles["Layout"] == "Layout (with --run)" and titles["Execution"] == "Execution (without --run)"
-    assert titles["Both checkpoints"] == "Both checkpoints", "--trust-remote-code requires --run, the others do not"
+    assert titles["Both checkpoints"] == "Both checkpoints"
     assert "Source" not in titles and "Source" in section_titles([*make_help(tables_of(COMMANDS["reshard"])).values()])
     search = make_help(tables_of(COMMANDS["forecast"]))["search"]
     assert search.full_text().endswith(" Requires --gpus.")
