@@ -10,7 +10,7 @@ from ckptx.architecture.shapes import expected_shapes, states_layer_count
 from ckptx.architecture.trainer_naming.detect import find_buffers, find_trainer_conversions, with_trainer_names
 from ckptx.errors import InputError
 from ckptx.mapping.models import KnownNames, Models, find_models
-from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers
+from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers, without_wrappers
 from ckptx.mapping.ops import Conversion
 
 
@@ -53,6 +53,8 @@ def find_model_names(
     architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
     known = known_names(architecture, config)
     unwrapped = strip_wrappers(names, frozenset() if known is None else known.disk_patterns)
+    if prefix is not None and not any(name.startswith(prefix) for name in unwrapped.names.values()):
+        prefix = without_wrappers(prefix)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
     models = find_models(roles, known, is_user_prefix=prefix is not None)
     if disk_architecture is None or not trainer_conversions:

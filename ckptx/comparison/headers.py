@@ -17,12 +17,13 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import describe_prefix
+from ckptx.mapping.names import without_wrappers
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.recorded_ties import recorded_ties
-from ckptx.model_view.unknown_class import note_on_unknown_ties
+from ckptx.model_view.unknown_class import note_on_unknown_ties, shared_prefix_of_unknown_class
 from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, view_model_under
 from ckptx.options.api import api
 from ckptx.options.diff import DiffOptions
@@ -111,14 +112,31 @@ def view_both(
         _view_with_config_of(a, b, prefix, trust_remote_code),
         _view_with_config_of(b, a, prefix, trust_remote_code),
     )
-    if prefix is not None and not any(
-        view.catalog.traits.is_training_format and view.prefix == prefix for view in views
-    ):
+    if prefix is None:
+        return (
+            _without_shared_prefix(views[0], views[1], trust_remote_code),
+            _without_shared_prefix(views[1], views[0], trust_remote_code),
+        )
+    spellings = (prefix, without_wrappers(prefix))
+    if not any(view.catalog.traits.is_training_format and view.prefix in spellings for view in views):
         raise InputError(
             f'--source-prefix "{prefix}": neither {a.location} nor {b.location} is a training checkpoint with a '
             f"model {describe_prefix(prefix)}; list their names with `ckptx inspect --tensors`"
         )
     return views
+
+
+def _without_shared_prefix(view: ModelView, other: ModelView, trust_remote_code: bool) -> ModelView:
+    """Return the view without a prefix of all its names that the names of the other checkpoint lack, as `convert` does.
+
+    Only models of an unknown class are concerned; for others, the prefix was found by the names of the class.
+    """
+    shared = shared_prefix_of_unknown_class(view, other.tensors.keys())
+    if shared is None or not shared.is_absent_in_base:
+        return view
+    view = _view_with_config_of(view.catalog, other.catalog, shared.prefix, trust_remote_code)
+    note = f'prefix "{shared.prefix}" removed from names, which {other.catalog.root} lacks'
+    return replace(view, notes=(*view.notes, note))
 
 
 def _view_with_config_of(

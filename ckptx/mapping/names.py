@@ -114,6 +114,12 @@ def replace_legacy_leaf(name: str) -> str:
     return name
 
 
+def without_wrappers(prefix: str) -> str:
+    """Return a prefix without the components that torch adds, which are also removed from names."""
+    *parents, last = prefix.split(".")
+    return "".join(f"{part}." for part in parents if part not in WRAPPERS) + last
+
+
 def _parents(name: str) -> list[str]:
     return name.split(".")[:-1]
 
@@ -254,8 +260,9 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
     Args:
         names: Names of tensors, without wrappers.
         patterns: Name patterns of the architecture, see `pattern_of`; None if it is unknown.
-        prefix: Prefix to remove; None to detect the one that leaves the most known names. Nothing is removed if the
-            architecture is unknown, or if removing a prefix leaves no more known names.
+        prefix: Prefix to remove. Trainer state below it is recognized by the rest of the name, as `lr_scheduler.step`
+            in `trainer.lr_scheduler.step`. None to detect the one that leaves the most known names; nothing is removed
+            if the architecture is unknown, or if removing a prefix leaves no more known names.
 
     Raises:
         InputError: `prefix` was given and no tensor of the model has it.
@@ -269,7 +276,9 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
         key = pattern_of(name)
         bucket = buckets.get(key)
         if bucket is None:
-            bucket = optimizer if is_optimizer(key) else other if is_trainer_state(key) else rest
+            is_below = prefix and key.startswith(prefix) and not is_optimizer(key)
+            own_key = key[len(prefix or "") :] if is_below and is_trainer_state(key) else key
+            bucket = optimizer if is_optimizer(own_key) else other if is_trainer_state(own_key) else rest
             if patterns is not None and key in patterns:
                 bucket = rest  # the architecture has a module of that name
             buckets[key] = bucket
@@ -285,6 +294,11 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
         if any(name.startswith(prefix) for name in optimizer):
             raise InputError(
                 f'the tensors under "{prefix}" are optimizer state, not a model; list the names with '
+                "`ckptx inspect --tensors`"
+            )
+        if any(name.startswith(prefix) for name in other):
+            raise InputError(
+                f'the tensors under "{prefix}" are state of a trainer, not a model; list the names with '
                 "`ckptx inspect --tensors`"
             )
         raise InputError(f'no tensor name begins with "{prefix}"; list the names with `ckptx inspect --tensors`')

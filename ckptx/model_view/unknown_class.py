@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ckptx.architecture.configs import remote_reference
@@ -65,36 +66,38 @@ class SharedPrefix(NamedTuple):
 
     Attributes:
         prefix: The prefix, with the dot at its end.
-        is_absent_in_base: True if the base has the same names without it.
+        is_absent_in_base: True if the base has most of the same names without it.
     """
 
     prefix: str
     is_absent_in_base: bool
 
 
-def shared_prefix_of_unknown_class(view: ModelView, base: Catalog | None) -> SharedPrefix | None:
+def shared_prefix_of_unknown_class(view: ModelView, base_names: Collection[str]) -> SharedPrefix | None:
     """Return the prefix that a trainer may have added to all names of a model of an unknown class.
 
     Args:
         view: Model found without a prefix.
-        base: Checkpoint that the model was trained from; None if there is none.
+        base_names: Names of the model in the checkpoint that it was trained from, or that it is compared with; empty if
+            there is none.
 
     Returns:
-        The prefix; None if names share none, if the base has it, too, if ckptx wrote the names, or for a known class.
+        The prefix; None if names share none, if the names of the base have it, too, or for a known class. A prefix
+        that the base does not confirm is not returned if there is no config or if ckptx wrote the names.
     """
     architecture, is_training_format = view.disk_architecture, view.catalog.traits.is_training_format
-    if architecture is None or not architecture.is_unknown_class or not is_training_format:
+    if (architecture is not None and not architecture.is_unknown_class) or not is_training_format:
         return None
-    if view.prefix or not view.tensors or read_valid_manifest(view.catalog, []) is not None:
-        return None
-    base_names = frozenset() if base is None else base.tensors.keys()
-    if base_names and base_names <= view.tensors.keys():
+    if view.prefix or not view.tensors:
         return None
     prefixes = _shared_prefixes(view)
-    for prefix in prefixes:
-        if base_names and all(f"{prefix}{name}" in view.tensors for name in base_names):
-            return SharedPrefix(prefix, True)
-    return SharedPrefix(prefixes[0], False) if prefixes else None
+    counts = {prefix: sum(f"{prefix}{name}" in view.tensors for name in base_names) for prefix in ("", *prefixes)}
+    best = max(counts, key=counts.__getitem__)
+    if best and 2 * counts[best] >= len(base_names):
+        return SharedPrefix(best, True)
+    if not prefixes or counts[""] or architecture is None or read_valid_manifest(view.catalog, []) is not None:
+        return None
+    return SharedPrefix(prefixes[0], False)
 
 
 def _shared_prefixes(view: ModelView) -> list[str]:

@@ -25,7 +25,7 @@ from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.duplicates import find_duplicate_names
 from ckptx.mapping.models import Models, OtherModel, describe_prefix, find_models, find_repeated_prefixes
-from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of, strip_wrappers
+from ckptx.mapping.names import Roles, UnwrappedNames, pattern_of, strip_wrappers, without_wrappers
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.quantization_scales import add_scale_conversions, find_parent
 from ckptx.mapping.rules import NameRules
@@ -209,9 +209,12 @@ def view_model_under(
     )
     if prefix is not None and catalog.traits.is_training_format:
         view = find_view(allow_several=True)
-        is_known = len(view.unknown) < len(view.tensors) and view.architecture is not None
-        if prefix in view.model_prefixes or (not is_known and any(name.startswith(prefix) for name in view.tensors)):
-            return find_view(prefix=prefix)
+        is_known = view.architecture is not None and bool(view.architecture.name_patterns)
+        is_known = is_known and len(view.unknown) < len(view.tensors)
+        names = (*view.tensors, *strip_wrappers(view.other, frozenset()).names.values())
+        for spelling in dict.fromkeys((prefix, without_wrappers(prefix))):
+            if spelling in view.model_prefixes or (not is_known and any(name.startswith(spelling) for name in names)):
+                return find_view(prefix=spelling)
     return find_view()
 
 

@@ -71,8 +71,9 @@ def find_model(
         UnsupportedError: The tensors are an adapter.
     """
     view = _view_source(base, options, options.source_prefix_or_none)
+    base_names = () if base.catalog is None else base.catalog.tensors.keys()
     shared_prefix = (
-        None if options.source_prefix_or_none is not None else shared_prefix_of_unknown_class(view, base.catalog)
+        None if options.source_prefix_or_none is not None else shared_prefix_of_unknown_class(view, base_names)
     )
     prefix_notes: list[str] = []
     if shared_prefix is not None and shared_prefix.is_absent_in_base:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 import ckptx
-from tests.support.checkpoint_writers import Value, flip, tree_bytes, write_dcp
+from ckptx.errors import InputError
+from tests.support.checkpoint_writers import flip, tree_bytes, write_dcp
 from tests.support.tied_remote_model import (
     CONFIG,
-    EMBEDDING,
     HEAD,
     optimizer_state,
     tensors,
@@ -87,3 +86,58 @@ def test_training_state_of_a_recorded_tie_is_no_difference(prefix: str, swapped:
     pair = saved, tmp_path / "out"
     report = ckptx.verify(*(pair[::-1] if swapped else pair), strict=True)
     assert report.exit == 0 and not any(report.not_compared.values())
+
+
+# Prefixes
+
+
+def write_step(root: Path, prefix: str) -> Path:
+    return write_dcp(root, {prefix + name: each for name, each in tensors().items()} | optimizer_state())
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("prefix", ["model.", "model._orig_mod.", "app.net.", "model.module."])
+def test_the_prefix_that_conversion_removes_is_found(prefix: str, swapped: bool, tmp_path: Path) -> None:
+    base, saved = write_model(tmp_path / "base"), write_step(tmp_path / "step", prefix)
+    converted = ckptx.convert("dcp2hf", saved, tmp_path / "hf", base=base)
+    pair = saved, tmp_path / "hf"
+    for command in (ckptx.verify, ckptx.diff):
+        report = command(*(pair[::-1] if swapped else pair))
+        assert report.exit == 0 and report.compared == len(tensors())
+        (note,) = [each for each in report.notes if "removed from names" in each]
+        assert f'{saved}: prefix "{converted.prefix}"' in note
+    assert ckptx.verify(*pair, source_prefix=prefix).exit == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_missing_name_does_not_hide_the_prefix(lost: bool, tmp_path: Path) -> None:
+    base, names = write_model(tmp_path / "base"), list(tensors())
+    kept = {name: each for name, each in tensors().items() if not lost or name != names[3]}
+    saved = write_dcp(tmp_path / "step", {f"model.{name}": each for name, each in kept.items()})
+    report = ckptx.verify(base, saved)
+    assert [each["name"] for each in report.differing] == ([names[3]] if lost else [])
+
+
+@pytest.mark.parametrize("root", ["trainer", "train_state", "state.trainer"])
+def test_an_explicit_prefix_comes_before_roles(root: str, tmp_path: Path) -> None:
+    base, prefix = write_model(tmp_path / "base"), f"{root}.model.net."
+    saved = write_step(tmp_path / "step", prefix)
+    report = ckptx.convert("dcp2hf", saved, tmp_path / "hf", base=base, source_prefix=prefix)
+    assert report.prefix == prefix and ckptx.verify(base, tmp_path / "hf").exit == 0
+    assert ckptx.verify(base, saved, source_prefix=prefix).exit == 0
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fault"),
+    [
+        ("nothing.", 'no tensor name begins with "nothing."'),
+        ("trainer.lr_scheduler.", 'the tensors under "trainer.lr_scheduler." are state of a trainer, not a model'),
+        ("optimizer.state.", 'the tensors under "optimizer.state." are optimizer state, not a model'),
+    ],
+)
+def test_an_error_about_a_prefix_is_true(prefix: str, fault: str, tmp_path: Path) -> None:
+    state = {"trainer.lr_scheduler.scheduler.step": next(iter(tensors().values()))}
+    saved = write_dcp(tmp_path / "step", tensors() | optimizer_state() | state, config=CONFIG)
+    with pytest.raises(InputError) as error:
+        ckptx.convert("dcp2hf", saved, tmp_path / "hf", source_prefix=prefix)
+    assert fault in str(error.value)
