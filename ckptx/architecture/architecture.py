@@ -111,6 +111,8 @@ class Architecture:
         ignored: Regular expressions, searched in a name with ``*`` for indices: names in published checkpoints that the
             class does not load (old buffers, heads for speculative decoding).
         structure: Plan, layers, heads and conversions; empty for an unknown class.
+        is_in_table: True if ckptx ships facts about the class; False for a class that was only built, such as one with
+            custom code, and for an unknown class. Which of its projections are fused is not known.
     """
 
     class_name: str
@@ -126,6 +128,7 @@ class Architecture:
     transformers_version: str
     ignored: tuple[str, ...] = ()
     structure: Structure = field(default_factory=Structure)
+    is_in_table: bool = True
 
     @property
     def is_unknown_class(self) -> bool:
@@ -170,7 +173,14 @@ class Architecture:
         Raises:
             InputError: A number that a rule reads is a string or a fraction in the config.
         """
-        return plan_of(self.structure, self.model_type, config, self.name_patterns, self.transformers_version)
+        return plan_of(
+            self.structure,
+            self.model_type,
+            config,
+            self.name_patterns,
+            self.transformers_version,
+            is_in_table=self.is_in_table,
+        )
 
     def stacks(self, config: Mapping[str, Any]) -> tuple[Stack, ...]:
         """Return the lists of layers in the order they run; empty if the class has no such list.

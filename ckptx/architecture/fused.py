@@ -81,13 +81,15 @@ def fused_projections() -> tuple[FusedProjection, ...]:
     )
 
 
-def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositions:
-    """Return the heads and fused parts of each projection of a known class, with the sizes in a ``config.json``.
+def compositions_of(structure: Structure, scopes: Sequence[Scope], *, is_in_table: bool) -> Compositions:
+    """Return the heads and fused parts of each projection of a class, with the sizes in a ``config.json``.
 
     Args:
         structure: Structure of the class.
         scopes: Sources of values for the expressions: the whole config, then one for each kind of layer with sizes of
             its own (`per_layer_config`).
+        is_in_table: True for a class whose fused projections are all in `fused.json`; False if it was only built, as
+            one with custom code, so that its projections may have any names.
     """
     layers = [(scope, structure.text_config_path) for scope in scopes]
     towers = [(Scope(each), "") for each in scopes[0].config.values() if isinstance(each, Mapping)]
@@ -96,7 +98,8 @@ def compositions_of(structure: Structure, scopes: Sequence[Scope]) -> Compositio
         _compositions_by_module([*towers, *layers], structure.text_type),
         tuple(stack.path for stack in structure.stacks),
         structure.transposed,
-        is_complete=True,
+        is_complete=is_in_table,
+        is_of_unknown_class=not is_in_table,
     )
 
 
@@ -105,7 +108,8 @@ def compositions_of_unknown_class(config: Mapping[str, Any] | None) -> Compositi
     config = config or {}
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), Mapping)]
     return Compositions(
-        _compositions_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", "")))
+        _compositions_by_module([(Scope(each), "") for each in (*texts, config)], str(config.get("model_type", ""))),
+        is_of_unknown_class=True,
     )
 
 

@@ -48,9 +48,12 @@ def find_architecture(
     if known is not None:
         return _with_text_config_paths(known, config)
     if record is None and ((has_remote_code and not trust_remote_code) or not class_name.isidentifier()):
-        return suffix_architecture(class_name, model_type)  # its code must not run, or it cannot be a class
+        # Its code must not run, or it cannot be a class.
+        return dataclasses.replace(suffix_architecture(class_name, model_type), is_in_table=False)
     built = _introspect(config, class_name, config_dir, trust_remote_code and record is None)
-    return _with_text_config_paths(built, config) if built else suffix_architecture(class_name, model_type)
+    if built is None:
+        return dataclasses.replace(suffix_architecture(class_name, model_type), is_in_table=False)
+    return dataclasses.replace(_with_text_config_paths(built, config), is_in_table=record is not None)
 
 
 def _refuse_invalid_keys(config: Mapping[str, Any]) -> None:

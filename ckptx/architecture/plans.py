@@ -33,7 +33,13 @@ _VOCABULARY_REASON = "vocabulary rows"
 
 
 def plan_of(
-    structure: Structure, model_type: str, config: Mapping[str, Any], names: frozenset[str], version: str
+    structure: Structure,
+    model_type: str,
+    config: Mapping[str, Any],
+    names: frozenset[str],
+    version: str,
+    *,
+    is_in_table: bool = True,
 ) -> TensorParallelPlan:
     """Return the plan of a class: its corrections, its own plan, and rules for an embedding and a head without one.
 
@@ -43,6 +49,7 @@ def plan_of(
         config: Contents of `config.json`.
         names: Patterns of its tensors.
         version: Version of transformers that was introspected.
+        is_in_table: True for a class whose fused projections are known, see `compositions_of`.
 
     Raises:
         InputError: A number that a rule reads is a string or a fraction in the config.
@@ -58,7 +65,7 @@ def plan_of(
         )
         for pattern, style in structure.plan.items()
     }
-    compositions = compositions_of(structure, scopes)
+    compositions = compositions_of(structure, scopes, is_in_table=is_in_table)
     plan = TensorParallelPlan(model_rules, compositions=compositions)
     overrides = dict(_correction_rules(structure, model_type, scopes))
     vocabulary_modules = ((structure.embedding, "embedding_rowwise"), (structure.output_head, "colwise_gather_output"))

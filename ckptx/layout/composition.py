@@ -56,6 +56,8 @@ class Compositions:
         stacks: Paths of the layer lists; empty to use `layers` for every module.
         transposed: Patterns of modules whose weight is stored [in, out].
         is_complete: True if a tensor without a composition is known to be of plain features.
+        is_of_unknown_class: True if any tensor without a composition may be fused, because only names suggest the
+            parts; then only a plan declares them.
     """
 
     layers: Mapping[str, Composition] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class Compositions:
     stacks: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
     is_complete: bool = False
+    is_of_unknown_class: bool = False
 
     def find(self, name: str) -> Composition | None:
         """Return the composition of a parameter; None for one of plain features."""

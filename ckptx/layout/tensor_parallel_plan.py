@@ -173,13 +173,14 @@ class PlacementDecision:
         decided_by: `Rule.decided_by`, or "default" if no rule matches.
         reason: Short explanation for the report.
         aligned: True if each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
-            so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded.
+            so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded. None if it is
+            not known whether parts are fused there, because the class is unknown.
     """
 
     placement: Placement | None
     decided_by: str
     reason: str
-    aligned: bool
+    aligned: bool | None
 
 
 def decide_placement(
@@ -206,9 +207,11 @@ def decide_placement(
     if may_be_scale and weight is not None:
         placement, reason = (None, "tp is 1") if tp == 1 else scale_placement(*weight, shape, tp)
         weight_name = name.removesuffix(leaf) + "weight"
-        has_whole_heads = placement is None or (
-            is_aligned(shape, placement, tp) and _has_whole_parts(plan, weight_name, weight[0], weight[1], tp)
-        )
+        has_whole_heads: bool | None = placement is None
+        if placement is not None:
+            has_whole_heads = is_aligned(shape, placement, tp) and _has_whole_parts(
+                plan, weight_name, weight[0], weight[1], tp
+            )
         return PlacementDecision(placement, decided_by, reason, has_whole_heads)
     if match is None:
         return PlacementDecision(None, decided_by, "no rule; replicated", True)
@@ -253,15 +256,17 @@ def _is_transposed(plan: TensorParallelPlan, name: str) -> bool:
     return module in plan.resolve_compositions().transposed or any(rule.transposed for rule in plan.find_rules(name))
 
 
-def _has_whole_parts(plan: TensorParallelPlan, name: str, shape: Shape, placement: Placement | None, tp: int) -> bool:
-    """Return True if each rank holds whole heads, or groups, of every part along the sharded dim."""
+def _has_whole_parts(
+    plan: TensorParallelPlan, name: str, shape: Shape, placement: Placement | None, tp: int
+) -> bool | None:
+    """Return True if each rank holds whole heads, or groups, of every part along the sharded dim; None if unknown."""
     if placement is None:
         return True
     if not is_aligned(shape, placement, tp):
         return False
     parts = _find_parts(plan, name, shape, placement.dim)
     if parts is None:
-        return True
+        return None if plan.resolve_compositions().is_of_unknown_class else True
     return bool(parts) and holds_whole_parts(shape, placement, parts, tp)
 
 
@@ -269,7 +274,8 @@ def _find_parts(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> 
     """Return the parts that lie along a dim.
 
     Groups and heads in the rules of the model take precedence, whichever rule shards the tensor; then comes the
-    composition of the module.
+    composition of the module. For an unknown class, the style that shards the tensor comes last: a packed style
+    declares two parts, and one for an embedding declares one.
 
     Returns:
         The parts; None if only the rule that shards the tensor is known; empty for heads or parts of unknown size.
@@ -287,9 +293,24 @@ def _find_parts(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> 
     compositions = plan.resolve_compositions()
     composition = compositions.find(name)
     dims = _feature_dims(composition.side, leaf, len(shape), is_transposed) if composition is not None else ()
+    if compositions.is_of_unknown_class and (composition is None or composition.parts(n) is None):
+        return _find_declared_parts(plan, name, n)
     if composition is None or has_other_dim or dim not in dims:
         return ((n, 1),) if compositions.is_complete or composition is not None else None
     return composition.parts(n) or ()
+
+
+def _find_declared_parts(plan: TensorParallelPlan, name: str, n: int) -> tuple[Part, ...] | None:
+    """Return the parts of a dim of size `n` that the rule for a tensor declares; None if it may hold any.
+
+    A rule of ckptx for an embedding or head declares that its rows are the vocabulary.
+    """
+    rule = plan.find_rules(name)[0]
+    kind = STYLES[rule.style]
+    if kind in (StyleKind.PACKED_COLWISE, StyleKind.PACKED_ROWWISE):
+        return ((n - n // 2, 1), (n // 2, 1))
+    is_vocabulary = any(each.decided_by == "override" for each in plan.find_rules(name))
+    return ((n, 1),) if is_vocabulary or kind in (StyleKind.EMBEDDING_ROWWISE, StyleKind.EMBEDDING_COLWISE) else None
 
 
 def _find_rule_parts(rule: Rule, n: int) -> tuple[Part, ...] | None:

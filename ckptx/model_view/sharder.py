@@ -70,7 +70,16 @@ class ShardedModel:
     @property
     def unaligned(self) -> list[str]:
         """Return the tensors with a shard that does not hold whole heads or groups of every part of a fused tensor."""
-        return [name for name, placement in self.placements.items() if not placement.decision.aligned]
+        return [name for name, placement in self.placements.items() if placement.decision.aligned is False]
+
+    @property
+    def maybe_fused(self) -> list[str]:
+        """Return the tensors of an unknown class whose output features, along which parts may be fused, are sharded."""
+        return [
+            name
+            for name, placement in self.placements.items()
+            if placement.decision.aligned is None and _shards_output_features(placement)
+        ]
 
     def rules(self, aliases: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the `rules` of the report: an entry for each pattern and decision, with its number of tensor names.
@@ -230,6 +239,13 @@ class Sharder:
         """Return the stage of a tensor that the model lacks: that of its layer, or the last for MTP layers."""
         first = name.removeprefix("model.").partition(".")[0]
         return self.dims.pp - 1 if first.startswith(_MTP_PREFIXES) else self.stages.stage_of(name)
+
+
+def _shards_output_features(placement: TensorPlacement) -> bool:
+    """Return True if TP does not shard the last of several dims, the input features of a weight."""
+    dims = len(placement.blocks[0].region.sizes)
+    sharded = placement.decision.placement
+    return sharded is not None and (dims == 1 or sharded.dim < dims - 1)
 
 
 class _Decisions:

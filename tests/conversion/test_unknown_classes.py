@@ -145,10 +145,35 @@ def test_stages_of_an_unknown_class_need_its_code(tmp_path: Path) -> None:
         ckptx.reshard(tmp_path / "plain", tmp_path / "out", pp=2)
 
 
-def test_unknown_parts_of_a_plan_are_not_called_split(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps({"transformer.experts.w_in": "packed_colwise"}))
-    tensors = model() | {"transformer.experts.w_in": value("F32", 4, 8, 4)}
-    source = write_hf(tmp_path / "hf", tensors, config=CONFIG)
-    report = ckptx.reshard(source, tmp_path / "out", tp=2, tp_plan=tmp_path / "plan.json")
-    (note,) = [each for each in report.notes if each.startswith("not aligned")]
-    assert "does not know all heads, groups and fused parts of MineForCausalLM" in note and "splits" not in note
+@pytest.mark.parametrize(
+    ("style", "shape", "aligned"),
+    [
+        ("packed_colwise", (8, 4), True),
+        ("packed_colwise", (4, 8, 4), True),
+        ("packed_rowwise", (4, 8), True),
+        ("packed_colwise", (2, 4), False),  # one rank has no part of either
+        ("colwise", (8, 4), None),
+        ("colwise", (4, 8, 4), None),
+        ("rowwise", (4, 8), None),
+        ("embedding_rowwise", (8, 4), True),
+        ("replicate", (8, 4), True),
+    ],
+)
+@pytest.mark.parametrize("has_class", [True, False])
+def test_only_what_a_plan_declares_is_called_aligned(
+    style: str, shape: tuple[int, ...], aligned: bool | None, has_class: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"transformer.mix.w_in": style}))
+    config = CONFIG if has_class else None
+    source = write_hf(tmp_path / "hf", model() | {"transformer.mix.w_in": value("F32", *shape)}, config=config)
+    report = ckptx.reshard(
+        source, tmp_path / "out", tp=2, tp_plan=tmp_path / "plan.json", base=None if has_class else "none"
+    )
+    (rule,) = [each for each in report.rules or () if each["pattern"] == "transformer.mix.w_in"]
+    assert rule["aligned"] is aligned
+    assert bool(report.unaligned_tensors) is (aligned is False)
+    notes = [each for each in report.notes if each.startswith("alignment unknown")]
+    assert bool(notes) is (aligned is None and style == "colwise")
+    assert not notes or ("1 tensor" in notes[0] and "packed_colwise" in notes[0])
+    unaligned = [each for each in report.notes if each.startswith("not aligned")]
+    assert all("does not know all heads, groups and fused parts" in each for each in unaligned)

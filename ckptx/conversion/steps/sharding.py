@@ -200,6 +200,13 @@ def _sharding_notes(sharded_model: ShardedModel, architecture: Architecture | No
             "is valid, but TP kernels cannot use these shards; choose another --tp, or pass rules for these tensors "
             "with --tp-plan"
         )
+    if sharded_model.maybe_fused:
+        names = sharded_model.maybe_fused
+        notes.append(
+            f"alignment unknown: ckptx does not know whether {subject} fuses parts, such as [gate|up] or [q|k|v], in "
+            f"{counted(len(names), 'tensor')} that TP shards in plain chunks ({first_of(names)}); use packed_colwise "
+            "for two fused parts of one size, and replicate for other fused parts"
+        )
     if sharded_model.unknown_tensors and sharded_model.dims.world_size > 1:
         notes.append(
             f"{counted(len(sharded_model.unknown_tensors), 'tensor')} not defined or not used by {subject} "

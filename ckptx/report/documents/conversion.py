@@ -58,7 +58,7 @@ class ConversionReport(Report):
         rules: Sharding of the tensors by TP: one entry for each name pattern and decision, with `pattern`, `tensors`
             (number of names), `rule` (origin of the decision; `default` if no TP rule matches), `reason`, `dim` that TP
             shards (null: none), `groups` (sizes of the parts that are fused along it; null: one), and whether the
-            shards are `aligned`.
+            shards are `aligned` (null: not known).
         unaligned_tensors: Names of tensors whose shards do not align with heads or groups of every fused part.
         replicated: Tensors of the model that TP does not shard: `tensors` (number of names), `bytes`, and `share` of
             the bytes of the model (0 to 1), in both of which each tensor counts once; only with TP.

@@ -96,7 +96,11 @@ class LoadRecord:
             self.gathered_modules |= {
                 name: (
                     "parameters",
-                    all(decision.aligned for path, decision in layout.decisions.items() if path.startswith(f"{name}.")),
+                    all(
+                        decision.aligned is not False
+                        for path, decision in layout.decisions.items()
+                        if path.startswith(f"{name}.")
+                    ),
                 )
                 for name in layout.gathered_modules
             }

@@ -332,7 +332,7 @@ def _find_gathered_outputs(
         module = name.rpartition(".")[0]
         is_sharded = decision.placement is not None and module != plan.sharded_head
         if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_in_any_module(name, scopes):
-            gathered_outputs[module] = gathered_outputs.get(module, True) and decision.aligned
+            gathered_outputs[module] = gathered_outputs.get(module, True) and decision.aligned is not False
     return gathered_outputs
 
 
