@@ -53,7 +53,8 @@ class Rule:
 class TensorParallelPlan:
     """Rules by pattern, in model names.
 
-    A pattern is the name of a parameter or of the module that holds it. A component `*` stands for any index.
+    A pattern is the name of a parameter or of the module that holds it. A component `*` stands for any index. The style
+    of a module applies to its weight and bias; other parameters, such as those of fused experts, need their own rules.
 
     Attributes:
         rules: Rule for each pattern.
@@ -153,6 +154,35 @@ class TensorParallelPlan:
                 path = path.rpartition(".")[0]
         return list(missing)
 
+    def refuse_modules_without_weight(self, names: Iterable[str], source: str = "--tp-plan") -> None:
+        """Refuse a pattern of this plan that names a module without a weight, such as fused experts, to shard it.
+
+        Which dim and which parts a style means is only defined for a single matrix, and such a module has several:
+        transformers' own plans name each of them.
+
+        Args:
+            names: Names of all parameters.
+            source: Option or file that the plan comes from, for the error.
+
+        Raises:
+            UsageError: There is such a pattern.
+        """
+        leaves_by_module: dict[str, list[str]] = {}
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            leaves_by_module.setdefault(module, []).append(leaf)
+        for module, leaves in leaves_by_module.items():
+            pattern = self._find_match(module)
+            if pattern is None or "weight" in leaves or not STYLES[self.rules[pattern].style].is_sharding:
+                continue
+            unnamed = [leaf for leaf in leaves if leaf != "bias" and self._find_match(f"{module}.{leaf}") is None]
+            if unnamed:
+                raise UsageError(
+                    f'{source}: "{pattern}" names a module without a weight, whose parameters are '
+                    f"{', '.join(sorted(leaves)[:4])}; use a rule for each parameter to be sharded, such as "
+                    f'"{pattern}.{unnamed[0]}": "{self.rules[pattern].style}"'
+                )
+
     def _iterate_matches(self, path: str) -> Iterable[str]:
         """Yield the patterns of exactly this parameter or module, the most concrete first."""
         key = _replace_indices(path)
@@ -222,7 +252,7 @@ def decide_placement(
     if kind is StyleKind.EXPERT:
         return PlacementDecision(None, decided_by, "expert parallelism is not TP; replicated", True)
     if may_be_scale and kind.is_sharding:
-        return PlacementDecision(None, decided_by, "quantization scale without a weight, replicated", True)
+        return PlacementDecision(None, decided_by, "no weight or bias, and no rule of its own; replicated", True)
     dim = _find_sharded_dim(kind, leaf, len(shape), _is_transposed(plan, name))
     if dim is None:
         return PlacementDecision(None, decided_by, _append_reason(f"{rule.style} keeps it whole", rule), True)

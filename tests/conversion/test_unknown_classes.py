@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from ckptx.errors import UnsupportedError
+from ckptx.errors import UnsupportedError, UsageError
 from ckptx.formats.registry import open_checkpoint
 from ckptx.report.text import inspect_text
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
@@ -177,3 +177,9 @@ def test_only_what_a_plan_declares_is_called_aligned(
     assert not notes or ("1 tensor" in notes[0] and "packed_colwise" in notes[0])
     unaligned = [each for each in report.notes if each.startswith("not aligned")]
     assert all("does not know all heads, groups and fused parts" in each for each in unaligned)
+
+
+def test_a_pattern_of_fused_experts_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"transformer.blocks.*": "packed_colwise"}))
+    with pytest.raises(UsageError, match=r'"transformer\.blocks\.\*\.w": "packed_colwise"'):
+        ckptx.reshard(write_model(tmp_path / "hf"), tmp_path / "out", tp=2, tp_plan=tmp_path / "plan.json")

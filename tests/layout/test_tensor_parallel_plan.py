@@ -120,6 +120,31 @@ def test_a_pattern_that_can_match_nothing_is_refused(pattern: object) -> None:
         TensorParallelPlan.from_user({pattern: "colwise"})
 
 
+EXPERTS = ["layers.0.bank.w_gate_up", "layers.0.bank.w_down", "layers.0.router.weight"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "refused"),
+    [
+        ({"layers.*.bank": "packed_colwise"}, 'such as "layers.*.bank.w_gate_up": "packed_colwise"'),
+        ({"layers.*.bank": "colwise", "layers.*.bank.w_gate_up": "packed_colwise"}, '"layers.*.bank.w_down"'),
+        ({"layers.0.bank": "rowwise"}, '"layers.0.bank" names a module without a weight'),
+        ({"layers.*.bank": "moe_tp_experts", "layers.*.bank.w_down": "rowwise"}, None),
+        ({"layers.*.bank": "rowwise", "layers.*.bank.w_gate_up": "colwise", "layers.*.bank.w_down": "rowwise"}, None),
+        ({"layers.*.router": "colwise"}, None),
+    ],
+)
+def test_a_module_without_a_weight_is_not_sharded_by_its_name(rules: dict[str, str], refused: str | None) -> None:
+    plan = TensorParallelPlan.from_user(rules)
+    assert not plan.find_unmatched_patterns(EXPERTS)
+    if refused is None:
+        plan.refuse_modules_without_weight(EXPERTS)
+        return
+    with pytest.raises(UsageError) as error:
+        plan.refuse_modules_without_weight(EXPERTS)
+    assert refused in str(error.value) and "w_down, w_gate_up" in str(error.value)
+
+
 def test_a_rule_of_a_style_that_nobody_knows_is_refused() -> None:
     with pytest.raises(
         UnsupportedError,
@@ -328,4 +353,4 @@ def test_a_parameter_with_a_rule_of_its_own_is_no_companion() -> None:
 @pytest.mark.parametrize("name", ["qweight", "weight_scale", "g_idx"])
 def test_what_a_style_was_not_made_for_is_replicated(name: str) -> None:
     found = decided("colwise", name, (8, 6))
-    assert found == PlacementDecision(None, "model plan", "quantization scale without a weight, replicated", True)
+    assert found == PlacementDecision(None, "model plan", "no weight or bias, and no rule of its own; replicated", True)

@@ -126,13 +126,16 @@ def _make_sharder(
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
     stages = StageMap(stacks, dims.pp, options.pp_split, subject, _advice_on_layers(view))
     if user_plan is not None:
-        unmatched = plan.find_unmatched_patterns([naming.loaded_name(name) or name for name in names])
+        loaded_names = [naming.loaded_name(name) or name for name in names]
+        unmatched = plan.find_unmatched_patterns(loaded_names)
         if unmatched:
             others = f", nor do {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
             raise UsageError(
                 f'--tp-plan: "{unmatched[0]}" matches no tensor{others}; '
                 "patterns are names of the model's parameters or modules, with * for an index"
             )
+        if not (view.config and view.config.get("quantization_config")):  # scales and packed weights have no rules
+            plan.refuse_modules_without_weight(loaded_names)
     return Sharder(plan, dims, stages, naming.rules, own_files_only, user_plan)
 
 

@@ -112,6 +112,7 @@ def find_plan(
                 f"{type(model).__name__}, such as {parameter_names[0] if parameter_names else 'none'}; correct the "
                 "patterns"
             )
+        sharding.refuse_modules_without_weight(parameter_names, "tensor parallel plan")
         confirmed_patterns = {
             pattern
             for pattern, style in user_plan.items()
