@@ -120,7 +120,7 @@ def _import_runtime(log: Log) -> None:
 
 def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> ForecastReport:
     from ckptx.runtime.forecasting.ranks import ForecastRequest, forecast_requests
-    from ckptx.runtime.forecasting.reporting import build_report, gathered_notes
+    from ckptx.runtime.forecasting.reporting import build_report, gathered_notes, unsharded_notes
     from ckptx.runtime.forecasting.task import with_other_precision
     from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 
@@ -135,7 +135,7 @@ def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> 
         )
     log.step("building the model" + (" from its own code" if options.trust_remote_code else ""))
     forecasts = forecast_requests(requests, on_step=log.step)
-    log.note(*gathered_notes(forecasts[0]))
+    log.note(*unsharded_notes(task, forecasts[0]), *gathered_notes(forecasts[0]))
     others = [
         (request.task, max(each.peak for each in ranks))
         for request, ranks in zip(requests[1:], forecasts[1:], strict=True)

@@ -58,15 +58,17 @@ def step_text(step: Mapping[str, Any], tp: int | None) -> str:
     if step["reduce_dtype"]:
         parts.append(f"reduced in {step['reduce_dtype']}")
     parts.append("no optimizer" if step["optimizer"] == "none" else str(step["optimizer"]))
-    parts.append(_LOSS_TEXTS.get(step["loss"]) or _sharded_loss_text(tp))
+    parts.append(_LOSS_TEXTS.get(step["loss"]) or _sharded_loss_text(tp, step.get("has_sharded_logits", True)))
     return ", ".join(parts)
 
 
-def _sharded_loss_text(tp: int | None) -> str:
-    """Return the text of a loss on logits that TP shards; see `step_text` for `tp`."""
+def _sharded_loss_text(tp: int | None, has_sharded_logits: bool) -> str:
+    """Return the text of a loss on logits that TP shards, if the head allows it; see `step_text` for `tp`."""
     if tp is None:
         return "loss on sharded logits with TP"
-    return "loss in float32" if tp == 1 else "loss on sharded logits"
+    if tp == 1:
+        return "loss in float32"
+    return "loss on sharded logits" if has_sharded_logits else "loss in float32 on full logits"
 
 
 def stages_text(report: ForecastReport, row: Mapping[str, Any]) -> str:

@@ -80,7 +80,15 @@ def conversion_text(report: ConversionReport) -> str:
             )
     if report.layout is not None and (len(report.ranks) > 1 or report.command == "reshard"):
         lines += _layout_lines(report, report.layout)
-    ties = _first_rows([row for row in report.ties if row["declared"] or row["action"] in (*_TIE_RESULTS, "single")])
+    is_unknown_class = (report.architecture or {}).get("known_from") == "suffix table"
+    ties = _first_rows(
+        [
+            row
+            for row in report.ties
+            if (row["declared"] or row["action"] in (*_TIE_RESULTS, "single"))
+            and not (is_unknown_class and row["stored"] == "missing")  # names that such a model need not have
+        ]
+    )
     lines += map(_tie_line, ties)
     names_in_ties = {name for row in ties for name in row["output_names"]}
     aliases = [(name, stored) for name, stored in report.aliases.items() if not {name, stored} <= names_in_ties]

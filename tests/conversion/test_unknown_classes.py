@@ -10,7 +10,8 @@ import pytest
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.formats.registry import open_checkpoint
-from ckptx.report.text import inspect_text
+from ckptx.report.text import conversion_text, inspect_text
+from tests.support import tied_remote_model
 from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 from tests.support.remote_model import write_remote_model
 
@@ -183,3 +184,47 @@ def test_a_pattern_of_fused_experts_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"transformer.blocks.*": "packed_colwise"}))
     with pytest.raises(UsageError, match=r'"transformer\.blocks\.\*\.w": "packed_colwise"'):
         ckptx.reshard(write_model(tmp_path / "hf"), tmp_path / "out", tp=2, tp_plan=tmp_path / "plan.json")
+
+
+# A model whose tied names only its code tells
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers import the code of the model in a directory of the test."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.mark.parametrize("tie_missing", [False, True])
+def test_unknown_names_of_a_tie_are_noted_and_not_printed(tie_missing: bool, tmp_path: Path) -> None:
+    source = tied_remote_model.write_model(tmp_path / "hf")
+    report = ckptx.convert("hf2dcp", source, tmp_path / "dcp", tie_missing=tie_missing)
+    assert stored_in(tmp_path / "dcp") == set(tied_remote_model.tensors())
+    assert "tok_embeddings" not in conversion_text(report) and "not tied:" not in conversion_text(report)
+    (note,) = [each for each in report.notes if each.startswith("config.json ties the output head")]
+    advice = "pass --trust-remote-code to use its code, modeling_mine.MineForCausalLM of auto_map"
+    assert "neither of their names is known" in note and note.endswith(advice)
+    effects = [each for each in report.notes if each.startswith("--tie-missing has no effect")]
+    assert len(effects) == tie_missing and all(each.endswith(advice) for each in effects)
+
+
+@pytest.mark.usefixtures("modules")
+def test_the_code_restores_the_original_files_and_a_note_names_it(tmp_path: Path) -> None:
+    source = tied_remote_model.write_model(tmp_path / "hf")
+    ckptx.convert("hf2dcp", source, tmp_path / "dcp", trust_remote_code=True)
+    report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "without")
+    (note,) = [each for each in report.notes if "writing new files" in each]
+    assert "MineForCausalLM ties unembed.weight; to restore the original files, pass --trust-remote-code" in note
+    assert not any("neither of their names" in each for each in report.notes)
+    report = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "with", trust_remote_code=True)
+    name = "model.safetensors"
+    assert (tmp_path / "with" / name).read_bytes() == (source / name).read_bytes()
+    assert not any("writing new files" in each for each in report.notes)
+
+
+def test_tie_missing_without_a_missing_name_is_noted(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", llama())
+    report = ckptx.convert("hf2dcp", source, tmp_path / "dcp", tie_missing=True)
+    assert "--tie-missing has no effect: no name of a tied weight is missing" in report.notes

@@ -121,6 +121,13 @@ def test_logits_are_sharded_with_tp_only(tp: int, text: str) -> None:
     assert settings_text(report) == f"float32, gathered in bfloat16, adamw, {text}, activation checkpointing full"
 
 
+@pytest.mark.parametrize(("tp", "text"), [(1, "loss in float32"), (2, "loss in float32 on full logits")])
+def test_logits_of_a_head_that_is_not_sharded_are_full(tp: int, text: str) -> None:
+    settings = {**forecasted().settings, "has_sharded_logits": False}
+    report = forecasted(layout={"tp": tp, "pp": 1, "dp_shard": 2, "dp_replicate": 1}, settings=settings)
+    assert settings_text(report) == f"float32, gathered in bfloat16, adamw, {text}, activation checkpointing full"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

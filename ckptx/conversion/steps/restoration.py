@@ -175,7 +175,8 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     source_names = {new: name for name, new in named_target.naming.target_names(view).items()}
     dropped_names = _dropped_ties(manifest, original, named_target.target, source_names, decisions)
     if dropped_names is None:
-        return Restoration(None, (*notes, f"{MANIFEST} records files with other tensors; writing new files"))
+        note = f"{MANIFEST} records files with other tensors; writing new files{_advice_on_ties(view, manifest)}"
+        return Restoration(None, (*notes, note))
     target, records = named_target.target, manifest.tensors
     digests = {
         name: records[source_names[name]].digest
@@ -195,6 +196,21 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     return Restoration(
         RestoredFiles(replace(named_target, target=target_of_files), original, manifest.path, digests, reordered, view),
         tuple(notes),
+    )
+
+
+def _advice_on_ties(view: ModelView, manifest: Manifest) -> str:
+    """Return the end of the note on files that are not restored: how to restore them if only ties are unknown."""
+    architecture, original = view.disk_architecture, manifest.original
+    if architecture is None or not architecture.is_unknown_class or original is None:
+        return ""
+    copies = {name for name, record in manifest.tensors.items() if record.tied_to is not None}
+    if manifest.tensors.keys() - copies != original.tensors.keys() or not copies:
+        return ""
+    (name, *_) = sorted(copies)
+    return (
+        f", because it is unknown whether {architecture.class_name} ties {name}; to restore the original files, pass "
+        "--trust-remote-code, with the code of the class next to config.json"
     )
 
 

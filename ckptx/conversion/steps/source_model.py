@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.tied import TieDecision
 from ckptx.catalog.entry import BytesEntry
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
@@ -15,7 +16,8 @@ from ckptx.model_view.config_check import match_config
 from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.master_weights import use_master_weights
 from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
-from ckptx.model_view.unknown_class import shared_prefix_of_unknown_class, unknown_class_note
+from ckptx.model_view.recorded_ties import recorded_ties
+from ckptx.model_view.unknown_class import code_advice, shared_prefix_of_unknown_class, unknown_class_note
 from ckptx.model_view.view import (
     ModelView,
     compare_replicas,
@@ -155,6 +157,7 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
                 if decision.declared and decision.action == "keep-both"
             ),
             *(_guess_note(view, decision) for decision in decisions if decision.stored == "guessed"),
+            *_notes_on_unknown_ties(view, decisions, tie_missing=options.tie_missing),
         ),
     )
 
@@ -167,6 +170,25 @@ def _guess_note(view: ModelView, decision: TieDecision) -> str:
         f"config.json ties the output head to the input embedding, but the other name of {present} is unknown, so no "
         f"alias is written; pass --tie-missing if it is {guess}"
     )
+
+
+def _notes_on_unknown_ties(view: ModelView, decisions: Iterable[TieDecision], *, tie_missing: bool) -> Iterable[str]:
+    """Yield a note if both names of a tie are unknown, and one if `--tie-missing` ties nothing."""
+    architecture, config = view.disk_architecture, view.config
+    decisions = list(decisions)
+    is_unknown_class = architecture is not None and architecture.is_unknown_class
+    advice = ""
+    if is_unknown_class and architecture is not None and config is not None:
+        advice = f"; {code_advice(remote_reference(config, architecture.class_name))}"
+    has_unknown_names = is_unknown_class and any(each.declared and each.stored == "missing" for each in decisions)
+    if has_unknown_names and not recorded_ties(view):
+        yield (
+            "config.json ties the output head to the input embedding, but neither of their names is known, so no alias "
+            f"is written; dcp.load into a model with tied weights requires both names{advice}"
+        )
+    if tie_missing and not any(each.action == "alias" and each.stored != "equal" for each in decisions):
+        reason = "the names of tied weights are unknown" if is_unknown_class else "no name of a tied weight is missing"
+        yield f"--tie-missing has no effect: {reason}{advice}"
 
 
 @dataclass(frozen=True, slots=True)

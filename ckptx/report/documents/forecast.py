@@ -19,7 +19,7 @@ class ForecastReport(Report):
         layout: Sizes of the mesh: `tp`, `pp`, `dp_shard`, `dp_replicate`.
         settings: Settings of a step: `batch` (sequences per data-parallel rank), `seq`, `images`, `microbatches`,
             `schedule` (null without a pipeline), `activation_checkpointing`, `ac_scope`, `dtype`, `param_dtype`,
-            `reduce_dtype`, `optimizer`, `loss`.
+            `reduce_dtype`, `optimizer`, `loss`, `has_sharded_logits`.
         by_pipeline_rank: One entry per rank of the pipeline, or a single entry without a pipeline: `stages`, `peak` and
             `between_steps` (bytes), `by_kind` (bytes at the peak), `between_steps_by_kind`, `peak_tensor` (tensor whose
             allocation is the peak), `largest_tensors` (at the peak), `flops`, `recomputed_flops`, `sent_bytes` (by

@@ -49,6 +49,7 @@ def build_report(
             "schedule": layout.schedule if dims.pp > 1 else None,
             "activation_checkpointing": layout.activation_checkpointing,
             "ac_scope": layout.ac_scope,
+            "has_sharded_logits": any(each.has_sharded_logits for each in ranks),
             **_settings(task),
         },
         by_pipeline_rank=rows,
@@ -225,6 +226,18 @@ def gathered_notes(ranks: Sequence[RankForecast]) -> list[str]:
     note = (
         f"modules run with gathered parameters: {first_of(patterns)}; their activations and communication are forecast "
         "for whole weights, and a trainer that runs them on their shards takes less memory"
+    )
+    return [note]
+
+
+def unsharded_notes(task: ForecastTask, ranks: Sequence[RankForecast]) -> list[str]:
+    """Return a note if TP shards no parameter, so that every TP rank was forecast with the whole model."""
+    if task.dims.tp == 1 or any(each.sharded_parameters for each in ranks):
+        return []
+    note = (
+        f"--tp {task.dims.tp} shards no parameter of {ranks[0].architecture}: every TP rank is forecast with whole "
+        "weights; pass --tp-plan FILE with rules for it, or leave out --tp (reshard may shard its embedding and head, "
+        "which does not need a forward pass)"
     )
     return [note]
 

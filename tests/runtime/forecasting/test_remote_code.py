@@ -52,6 +52,14 @@ def test_modules_that_a_plan_shards_are_noted_as_gathered(model: Path, tmp_path:
     assert "its part of the vocabulary" not in text and "under TP on full logits" in text
 
 
+@pytest.mark.parametrize(("tp", "noted"), [(1, False), (2, True)])
+def test_a_plan_that_shards_nothing_is_noted(tp: int, noted: bool, model: Path) -> None:
+    report = ckptx.forecast(model, seq=16, tp=tp, trust_remote_code=True)
+    notes = [each for each in report.notes if "shards no parameter of RemoteForCausalLM" in each]
+    assert bool(notes) is noted and all("pass --tp-plan FILE" in each for each in notes)
+    assert report.settings["has_sharded_logits"] is False
+
+
 def test_a_known_class_runs_on_its_shards(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
@@ -59,4 +67,5 @@ def test_a_known_class_runs_on_its_shards(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = ckptx.forecast(tmp_path, seq=16, tp=2)
+    assert report.settings["has_sharded_logits"]
     assert not report.notes and any("its part of the vocabulary" in each for each in report.assumptions)
