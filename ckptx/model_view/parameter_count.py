@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -11,13 +12,17 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, ReadError, UnsupportedError
+from ckptx.mapping.names import pattern_of
+from ckptx.model_view.recorded_ties import recorded_ties
 from ckptx.model_view.view import ModelView
 
 if TYPE_CHECKING:
     from ckptx.architecture.tied import TieDecision
+    from ckptx.storage.interface import SourceFiles
     from ckptx.transfer.stream import TensorReader
 
 _SAMPLE_BYTES = 1 << 16  # bytes per sample; three samples per tensor
+_MAX_POSSIBLE_TIES = 4  # an input embedding, an output head, and as many of an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +31,38 @@ class Parameters:
 
     Attributes:
         count: Number of elements, each tensor counted once regardless of names and copies.
-        tied: Groups of names that are stored separately and counted once, because the config ties them.
+        tied: Groups of names that are stored separately and counted once, because they are one tensor.
     """
 
     count: int = 0
     tied: list[list[str]] = field(default_factory=list)
 
 
-def count_parameters(view: ModelView) -> Parameters:
+def has_known_ties(view: ModelView) -> bool:
+    """Return True if the class and the config of a model determine which of its names are tied."""
+    return view.architecture is not None and view.config is not None and not view.architecture.is_unknown_class
+
+
+def count_parameters(view: ModelView, files: SourceFiles | None = None) -> Parameters:
     """Count the parameters of a model.
 
-    Names that share bytes are one tensor. Names that the config declares tied are one tensor if dtype, shape and
-    sampled rows agree, because files may hold different tensors under such names. These rows are the only tensor data
-    that is read.
+    Names that share bytes are one tensor. Names that may be tied are one tensor if dtype, shape and sampled rows agree,
+    because files may hold different tensors under such names. These rows are the only tensor data that is read. Ties
+    are those that the config declares, and for an unknown class or without a config those that the manifest records;
+    besides, matrices of equal dtype and shape outside of layers may then be tied.
+
+    Args:
+        view: Model.
+        files: Open files of the checkpoint, in which every block of the model is located; None to open them.
     """
-    representatives = _declared_representatives(view)
+    ties = list(_declared_ties(view))
+    if not has_known_ties(view):
+        ties += [*_recorded_ties(view), *_possible_ties(view)]
+    representatives = _representatives(ties)
     count, stored_separately = _count_untied(view, representatives)
     tied = []
     for names in stored_separately.values():
-        for tied_names in _group_by_samples(view, names) if len(names) > 1 else [names]:
+        for tied_names in _group_by_samples(view, names, files) if len(names) > 1 else [names]:
             count += view.tensors[tied_names[0]].numel
             if len(tied_names) > 1:
                 tied.append(tied_names)
@@ -89,12 +107,34 @@ def _count_untied(view: ModelView, representatives: Mapping[str, str]) -> tuple[
     return count, stored_separately
 
 
-def _declared_representatives(view: ModelView) -> dict[str, str]:
-    """Map each name that the config ties to a representative, equal for all names of one tie."""
-    if view.architecture is None or view.config is None:
-        return {}
-    declared = (pair for pair in view.architecture.ties if pair.flag.is_set(view.config))
-    return _representatives(names for pair in declared for names in pair.namings)
+def _declared_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
+    """Yield the names of each tie that the config declares."""
+    if view.architecture is not None and view.config is not None:
+        for pair in view.architecture.ties:
+            if pair.flag.is_set(view.config):
+                yield from pair.namings
+
+
+def _recorded_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
+    """Yield the names of each tie that the manifest records."""
+    names = {entry.name: name for name, entry in view.tensors.items()}
+    for target, source in recorded_ties(view).items():
+        if target in names and source in names:
+            yield names[target], names[source]
+
+
+def _possible_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
+    """Yield matrices of equal dtype and shape that may be the embedding and head of a model.
+
+    They are outside of layers, so that their names have no index. More than `_MAX_POSSIBLE_TIES` are not compared.
+    """
+    by_header: dict[object, list[str]] = {}
+    for name, entry in view.tensors.items():
+        if len(entry.shape) == 2 and entry.numel and pattern_of(name) == name:
+            by_header.setdefault((entry.dtype, entry.shape), []).append(name)
+    for names in by_header.values():
+        if 1 < len(names) <= _MAX_POSSIBLE_TIES:
+            yield tuple(names)
 
 
 def find_absent_ties(view: ModelView) -> list[list[str]]:
@@ -124,7 +164,7 @@ def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     return {name: min(group) for name, group in groups.items()}
 
 
-def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
+def _group_by_samples(view: ModelView, names: list[str], files: SourceFiles | None) -> list[list[str]]:
     """Group tied names by equal sampled rows; if the rows cannot be read, return one group, as the config declares.
 
     Raises:
@@ -137,7 +177,7 @@ def _group_by_samples(view: ModelView, names: list[str]) -> list[list[str]]:
     entries = {name: view.tensors[name] for name in names}
     groups: dict[object, list[str]] = {}
     try:
-        with catalog.source.open() as files:
+        with catalog.source.open() if files is None else nullcontext(files) as files:
             if catalog.traits.has_archives:
                 part = replace(catalog, tensors={entry.name: entry for entry in entries.values()})
                 located = locate_payloads(part, files).tensors

@@ -15,7 +15,12 @@ from ckptx.mapping.names import is_trainer_state
 from ckptx.model_view.config_check import match_config
 from ckptx.model_view.config_match import ConfigMatch
 from ckptx.model_view.master_weights import use_master_weights
-from ckptx.model_view.parameter_count import count_with_known_ties, tie_representatives
+from ckptx.model_view.parameter_count import (
+    count_parameters,
+    count_with_known_ties,
+    has_known_ties,
+    tie_representatives,
+)
 from ckptx.model_view.recorded_ties import recorded_ties
 from ckptx.model_view.unknown_class import code_advice, shared_prefix_of_unknown_class, unknown_class_note
 from ckptx.model_view.view import (
@@ -148,7 +153,7 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
             for name, representative in representatives.items()
             if name in view.tensors
         },
-        count_with_known_ties(view, representatives),
+        count_with_known_ties(view, representatives) if has_known_ties(view) else count_parameters(view, files).count,
         (
             *(problems or ()),
             *(
