@@ -323,7 +323,7 @@ def _find_parts(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> 
     compositions = plan.resolve_compositions()
     composition = compositions.find(name)
     dims = _feature_dims(composition.side, leaf, len(shape), is_transposed) if composition is not None else ()
-    if compositions.is_of_unknown_class and (composition is None or composition.parts(n) is None):
+    if compositions.is_of_unknown_class and composition is None:
         return _find_declared_parts(plan, name, n)
     if composition is None or has_other_dim or dim not in dims:
         return ((n, 1),) if compositions.is_complete or composition is not None else None
