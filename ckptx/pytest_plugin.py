@@ -21,7 +21,7 @@ PHASES = (
     "killed saves",
 )  # fmt: skip
 # The same for a recipe with a `trainer` block; "sharded" only with `checks.sharded`.
-TRAINER_PHASES = ("uninterrupted", "sharded", "rerun", "load and save", "resumed")
+TRAINER_PHASES = ("uninterrupted", "sharded", "rerun", "load and save", "resumed", "altered")
 _WHOLE_RUN = "run"  # name of the test of the run as a whole
 
 

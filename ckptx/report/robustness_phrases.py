@@ -14,6 +14,7 @@ from ckptx.report.report import counted, human_bytes
 # Meaning and possible causes of a failing check. docs/ci.md explains each.
 CAUSES: Mapping[str, str] = {
     "reference files": "a run changed files of the reference run; use a separate output folder for each run",
+    "resume": "the trainer did not resume but started from scratch, or overwrites the weights that it loads",
     "readable": "a finished checkpoint cannot be read: damaged, truncated, or moved into place before it was complete",
     "sharded": "parameters are not sharded as the recipe expects; the trainer may have run unsharded without an error",
     "finite": "the state or a loss contains NaN or infinity; saved checkpoints may already contain it",
@@ -41,6 +42,7 @@ CAUSES: Mapping[str, str] = {
 # What each check compares, for the page; docs/ci.md has the same table.
 CHECK_MEANINGS: Mapping[str, str] = {
     "reference files": "files of the uninterrupted run, before and after every other run",
+    "resume": "steps of which a resumed run logs losses, and altered weights that it must have loaded",
     "readable": "the checkpoint opens and is complete",
     "sharded": "whether parameters are sharded, as the recipe requires",
     "finite": "no NaN or infinity in parameters, optimizer state and losses",

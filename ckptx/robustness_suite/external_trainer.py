@@ -1,14 +1,18 @@
-"""Test a custom trainer by its output on disk: its command runs four times, without a hook in its code.
+"""Test a custom trainer by its output on disk: its command runs five times, without a hook in its code.
 
     uninterrupted  A    all steps, with a checkpoint at step N
     rerun          A'   the same run a second time: differences from A are noise, and give the noise of the loss
     load and save  Z    resumes from A's checkpoint of N for zero steps, and saves
     resumed        R    resumes from A's checkpoint of N to the end
+    altered        X    resumes from a copy of A's checkpoint of N with altered weights: for zero steps, or to the end
 
 Z must contain the state of A at N, item by item: items that differ were not restored. Steps would hide this, as one
 step with a fresh optimizer changes every parameter. R must end in the state of A, in the items that A and A' have in
-common, and its losses after N must equal those of A within the noise. Losses up to N are ignored, as some trainers log
-them again when they resume.
+common, and its losses after N must equal those of A within the noise.
+
+With a fixed seed, a trainer that ignores its checkpoint and starts from scratch passes these comparisons. So neither Z
+nor R may log a loss of a step up to N, except in a trainer_state.json, which has the losses from before the resume; and
+X, which no seed recreates, must not end in the state of Z or R.
 
 No run may change the files of A: they are digested before and after each run, and the items of A are read when A ends.
 """
@@ -17,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from shutil import rmtree
 from typing import TypeVar
 
 import ckptx.runtime.training
-from ckptx.errors import EnvironmentProblem, InputError, UsageError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, UsageError
 from ckptx.report.report import Log
+from ckptx.robustness_suite.altered_checkpoint import copy_altered
 from ckptx.robustness_suite.causes import UNSAVED_STATE_CAUSES, likely_causes
 from ckptx.robustness_suite.command_runs import CommandRun, CommandRuns
 from ckptx.robustness_suite.event_files import require_tensorboard
@@ -54,12 +60,14 @@ from ckptx.wording import counted
 _MAX_LISTED_FILES = 4  # files listed in a cause
 BUILT_IN_RECIPES = Path(ckptx.runtime.training.__file__).parent / "recipes"
 UNINTERRUPTED, RERUN, LOAD_AND_SAVE, RESUMED = "uninterrupted", "rerun", "load and save", "resumed"
+ALTERED, _ALTERED_SOURCE = "altered", "altered source"
 _TITLES = {
     UNINTERRUPTED: "uninterrupted run: all state in its checkpoints is finite",
     "sharded": "parameters were sharded over ranks",
     RERUN: "the same run a second time: measures numerical noise",
     LOAD_AND_SAVE: "a checkpoint that is loaded and saved keeps all state",
     RESUMED: "resumed run ends in the same state as the uninterrupted run",
+    ALTERED: "a run resumed from altered weights keeps the alteration",
 }
 _UNKNOWN_STATE_CAUSE = (
     "this trainer cannot resume for zero steps, so only final states are compared: a difference is certain, but not "
@@ -69,7 +77,15 @@ _NOISY_FILE_REASON = "differ between two runs of the same command, as files that
 _RESTORED_STATE_CAUSE = (
     "all state in the checkpoint was restored, so other state was not saved, or the checkpoint was saved within a step"
 )
-_RESUMED_RUN_NAMES = {LOAD_AND_SAVE: "run resumed for zero steps", RESUMED: "resumed run"}
+_RESUMED_RUN_NAMES = {
+    LOAD_AND_SAVE: "run resumed for zero steps",
+    RESUMED: "resumed run",
+    ALTERED: "run resumed from altered weights",
+}
+_NOT_RESUMED_CAUSE = (
+    "the trainer did not resume: it started from scratch; check that trainer.resume is an option that it reads, and "
+    "that it fails if it finds no checkpoint"
+)
 _MODIFIED_SOURCE_NOTE = (
     "the run resumed from a checkpoint that an earlier run had modified, which may have caused its differences"
 )
@@ -104,7 +120,7 @@ def run_external(
     *,
     folder: Path = BUILT_IN_RECIPES,
 ) -> ReportBuilder:
-    """Run the command of a recipe four times, and compare its checkpoints and losses.
+    """Run the command of a recipe five times, and compare its checkpoints and losses.
 
     Args:
         recipe: Recipe with a `trainer` block.
@@ -126,11 +142,12 @@ def run_external(
     phases.run_rerun()
     phases.run_load_and_save()
     phases.run_resumed()
+    phases.run_altered()
     return phases.report_builder
 
 
 class _CommandPhases:
-    """The four runs of a command, and the phase of each."""
+    """The five runs of a command, and the phase of each."""
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
         if recipe.trainer is None:
@@ -144,6 +161,7 @@ class _CommandPhases:
         self._log = log
         self._final_items: tuple[Items, Items] = ({}, {})
         self._saved_items: Items = {}
+        self._resumed_items: Items = {}
         self._reference_files: RunFiles | None = None
         self._reference_losses: dict[int, float] = {}
         self._loss_noise = 0.0
@@ -250,9 +268,12 @@ class _CommandPhases:
         if run.has_failed:
             self._add_failed_run(run)
             return
+        resume_verdicts = self._resume_verdicts(self._losses_if_logged(run))
         step_verdict = self._unexpected_step_verdict(run, self.save_at)
         if step_verdict is not None:
-            self._add_run(run, [step_verdict], [], f"step count differs: {step_verdict.differences[0].actual}")
+            self._add_run(
+                run, [*resume_verdicts, step_verdict], [], f"step count differs: {step_verdict.differences[0].actual}"
+            )
             return
         resaved_items = self._read_results(run, lambda: self._runs.read_items(run, self.save_at))
         if resaved_items is None:
@@ -264,6 +285,7 @@ class _CommandPhases:
         verdicts = compare([source_items], [resaved_items])
         causes = likely_causes(verdicts, source_items, resaved_items)
         notes = [*causes]
+        verdicts = [*resume_verdicts, *verdicts]
         if noisy:
             notes.append(not_compared_note(noisy, _NOISY_FILE_REASON))
         if step_settings:
@@ -293,6 +315,8 @@ class _CommandPhases:
         }
         verdicts = compare([expected], [actual])
         verdicts += [self._loss_verdict(losses.by_step)]
+        verdicts += self._resume_verdicts(losses.by_step)
+        self._resumed_items = resumed_items
         cause_notes = [*self._cause_notes(verdicts)]
         short_cause = (
             _RESTORED_STATE_CAUSE if self.block.can_save_without_step else "one step spreads a fault to every parameter"
@@ -304,11 +328,81 @@ class _CommandPhases:
             "; ".join(["unknown", short_cause, *cause_notes[1:]]) if cause_notes else "",
         )
 
+    def run_altered(self) -> None:
+        """Run X, and check that its state has altered weights, which a run from scratch cannot have."""
+        failed_names = [row["name"] for row in self.report_builder.phases if row["ok"] is False]
+        if failed_names:
+            self._skip_altered(f"the phase {failed_names[0]} failed")
+            return
+        if not self.block.can_load_altered:
+            self._skip_altered("trainer.can_load_altered is false in the recipe")
+            return
+        can_save = self.block.can_save_without_step
+        last_step = self.save_at if can_save else self.training.steps
+        original_items = self._saved_items if can_save else self._resumed_items
+        source = self._runs.checkpoint_path(self._runs.run_folder(UNINTERRUPTED), self.save_at)
+        folder = self._runs.run_folder(_ALTERED_SOURCE)
+        copy = self._runs.checkpoint_path(folder, self.save_at)
+        try:
+            altered = copy_altered(source, copy, self._saved_items)
+            reason = altered.reason
+            first, second = self._final_items
+            keys = [key for key in altered.items if can_save or first.get(key) == second.get(key)]
+            if altered.items and not keys:
+                reason = "two runs of the same command end in different weights, so an alteration cannot be recognized"
+            if reason:
+                self._skip_altered(reason)
+                return
+            run = self._run_command(ALTERED, last_step, copy)
+            items = {} if run.has_failed else self._runs.read_items_if_saved(ALTERED, last_step)
+        except CkptxError as error:
+            self._skip_altered(str(error))
+            return
+        finally:
+            rmtree(folder, ignore_errors=True)
+        if not any(key in items for key in keys):
+            failure = run.failure if run.has_failed else f"it saved no checkpoint of step {last_step}"
+            self._skip_altered(f"the trainer does not run from a copy of its checkpoint: {failure}", run)
+            return
+        unaltered = [key for key in keys if items.get(key) == original_items.get(key)]
+        differences = [
+            Difference("resume", name, None, "altered", "as without the alteration") for _, name in unaltered
+        ]
+        verdict = Verdict("resume", len(keys), differences if len(unaltered) == len(keys) else [])
+        self._add_run(run, [verdict], [], f"{_NOT_RESUMED_CAUSE}, or it overwrites the loaded weights")
+
+    def _skip_altered(self, reason: str, run: CommandRun | None = None) -> None:
+        """Report that it was not checked whether the trainer loads the weights, and why."""
+        seconds = 0.0 if run is None else run.result.seconds
+        self._add_phase(ALTERED, Findings(skip_reason=f"not checked with altered weights: {reason}"), seconds)
+
+    def _losses_if_logged(self, run: CommandRun) -> Mapping[int, float]:
+        """Return the losses of a run that need not log any."""
+        try:
+            return self._runs.read_losses(run).by_step
+        except InputError:
+            return {}
+
+    def _resume_verdicts(self, losses: Mapping[int, float]) -> list[Verdict]:
+        """Return the verdict on the steps of which a resumed run logged losses: none if it logged no loss.
+
+        A trainer that numbers steps from 0 may log step N: it is the first step after the resume, or the state at it.
+        """
+        if self.block.losses_kind == "trainer_state" or not losses:
+            return []
+        first_step = self.save_at + (1 if min(self._reference_losses, default=1) else 0)
+        differences = [
+            Difference("resume", f"loss of step {step}", None, "not logged, as the checkpoint has it", repr(loss))
+            for step, loss in losses.items()
+            if step < first_step
+        ]
+        return [Verdict("resume", len(losses), differences)]
+
     def _cause_notes(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
         """Yield notes on the cause of different final states, if the run for zero steps has none."""
         failed = [each.oracle for each in failed_verdicts(verdicts)]
         has_named_cause = any(row["name"] == LOAD_AND_SAVE and row["ok"] is False for row in self.report_builder.phases)
-        if not failed or has_named_cause:
+        if not failed or has_named_cause or "resume" in failed:
             return
         yield UNSAVED_STATE_CAUSES if self.block.can_save_without_step else _UNKNOWN_STATE_CAUSE
         independent_oracles = [oracle for oracle in _STEP_INDEPENDENT_ORACLES if oracle in failed]
@@ -408,6 +502,16 @@ class _CommandPhases:
         has_failed: bool = False,
     ) -> None:
         notes = [*notes, *run.result.notes()]
+        resume_steps = [
+            each.item.rpartition(" ")[2]
+            for verdict in verdicts
+            if verdict.oracle == "resume" and run.name != ALTERED
+            for each in verdict.differences
+        ]
+        if resume_steps:
+            steps = f"steps {resume_steps[0]} to {resume_steps[-1]}" if resume_steps[1:] else f"step {resume_steps[0]}"
+            cause = f"{_NOT_RESUMED_CAUSE}; it logged the loss of {steps}, but resumes after step {self.save_at}"
+            notes = [cause, *notes]
         if self._reference_verdict is not None:
             verdicts = [self._reference_verdict, *verdicts]
             if self._reference_verdict.ok is False:

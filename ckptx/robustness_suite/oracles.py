@@ -3,6 +3,7 @@
 A snapshot is a set of items, each with the digest of its bytes, under the oracle that compares it:
 
     reference files   the files of the uninterrupted run: no other run changes them
+    resume            a run that resumes logs no loss of a step before, and has the weights that it resumed from
     readable          a published checkpoint opens, and is complete
     sharded           parameters are sharded over ranks, as the recipe requires
     finite            no NaN; no infinity in a parameter, a moment or a loss
@@ -32,9 +33,9 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 EXACT_ORACLES = (
-    "reference files", "readable", "sharded", "finite", "names", "model", "second model", "moments", "master weights",
-    "adam step", "param groups", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch", "learning rate",
-    "other",
+    "reference files", "resume", "readable", "sharded", "finite", "names", "model", "second model", "moments",
+    "master weights", "adam step", "param groups", "scheduler", "step", "epoch", "samples", "rng", "replicas", "batch",
+    "learning rate", "other",
 )  # fmt: skip
 MEASURED_ORACLES = ("loss", "logits", "memory")
 ORACLE_ORDER = (*EXACT_ORACLES, *MEASURED_ORACLES)

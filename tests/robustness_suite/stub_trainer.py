@@ -59,7 +59,7 @@ if fault == "hangs":
 
 random.seed(7)
 weight, moment, step, seen, position = 1.0, 0.0, 0, 0, 0
-if args.resume:
+if args.resume and not fault.startswith("scratch"):
     state = json.loads((args.resume / "state.json").read_text())
     weight, moment = (
         read(args.resume / "model.safetensors")["w"],
@@ -91,6 +91,10 @@ def save():
     safetensors(folder / "optimizer.safetensors", {"exp_avg": moment})
     state = {"step": step, "sampler": {"seen": seen}, "rng": random.getstate(), "timestamp": time.time()}
     (folder / "state.json").write_text(json.dumps(state))
+    if fault == "history":  # not compared, as it is the name of an index
+        text = (args.out / "losses.jsonl").read_text() if (args.out / "losses.jsonl").exists() else ""
+        rows = [json.loads(line) for line in text.splitlines()]
+        (folder / "losses.index.json").write_text(json.dumps(rows))
     if fault in ("files", "position"):
         (folder / "some" / "where" / "deep").mkdir(parents=True)
         (folder / "some" / "where" / "deep" / "position").write_text(str(position))
@@ -110,7 +114,7 @@ while step < args.steps:
     step += 1
     loss = float("nan") if fault == "nan" else weight
     print(f"step {step} loss {loss!r}")
-    if fault != "no losses":
+    if fault != "no losses" and not (fault == "scratch, hidden" and args.resume and step <= args.save_at):
         with open(args.out / "losses.jsonl", "a") as file:
             file.write(json.dumps({"step": step, "loss": loss}) + "\n")
     if step == args.save_at:
@@ -119,6 +123,10 @@ while step < args.steps:
 if saved != step and fault != "no checkpoint":
     save()
     saved = step
+if "history" in fault:
+    history = [json.loads(line) for line in (args.out / "losses.jsonl").read_text().splitlines()]
+    before = json.loads((args.resume / "losses.index.json").read_text()) if args.resume and fault == "history" else []
+    (args.out / "trainer_state.json").write_text(json.dumps({"log_history": before + history}))
 if fault == "moments written back" and saved == args.save_at and args.resume:
     shutil.copytree(args.out / f"step-{saved}", args.resume, dirs_exist_ok=True)
 if fault == "leaves a child":

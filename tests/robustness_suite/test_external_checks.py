@@ -28,10 +28,14 @@ def loss_of(step: int) -> float:
     return 8 - step / 4
 
 
-def write_step(folder: Path, step: int) -> None:
-    """Save the state after a step, which no run can get wrong."""
+def write_step(folder: Path, step: int, source: Path | None = None) -> None:
+    """Save the state after a step, which no run can get wrong; what is altered in its source stays altered."""
     folder.mkdir(parents=True)
-    save_file({"w": np.full(3, float(step)), "v": np.ones(2)}, folder / "model.safetensors")
+    w, v = np.full(3, float(step)), np.ones(2)
+    if source is not None:
+        loaded = load_file(source / "model.safetensors")
+        w, v = loaded["w"] + (step - int(source.name.rpartition("-")[2])), loaded["v"]
+    save_file({"w": w, "v": v}, folder / "model.safetensors")
     save_file({"exp_avg": np.full(3, step / 2)}, folder / "optimizer.safetensors")
     state = {"step": step, "sampler": {"seen": 8 * step}, "rng": [step, 7], "note": "x"}
     (folder / "state.json").write_text(json.dumps(state))
@@ -42,19 +46,21 @@ def write_step(folder: Path, step: int) -> None:
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReportBuilder]:
     """Compares four runs, the folders of some of which are changed when they have ended."""
 
-    def run(changes: Mapping[str, Act] | None = None, **checks: Any) -> ReportBuilder:
+    def run(
+        changes: Mapping[str, Act] | None = None, trainer: Mapping[str, Any] | None = None, **checks: Any
+    ) -> ReportBuilder:
         def train(words: Sequence[str], output: Path, environment: Mapping[str, str], time_limit: float) -> Any:
             out, last, first = Path(words[1]), int(words[2]), int(words[3].rpartition("-")[2]) if words[3:] else 0
             output.write_text("")
             for step in {SAVE_AT, last} - set(range(first)):
-                write_step(out / f"step-{step}", step)
+                write_step(out / f"step-{step}", step, Path(words[3]) if words[3:] else None)
             write_losses(out, {step: loss_of(step) for step in range(first + 1, last + 1)})
             if changes and out.name in changes:
                 changes[out.name](out)
             return CommandResult(0, 0.1, [], False)
 
         monkeypatch.setattr(command_runs, "run_command", train)
-        block = TrainerBlock(command="train {out} {steps} {resume}", resume="{checkpoint}")
+        block = TrainerBlock(command="train {out} {steps} {resume}", resume="{checkpoint}", **(trainer or {}))
         training = TrainingBlock(steps=LAST, save_at=(SAVE_AT,))
         recipe = Recipe(name="function", trainer=block, training=training, checks=ChecksBlock(**checks))
         return run_external(recipe, tmp_path / "out")
@@ -64,7 +70,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Repo
 
 def test_runs_that_do_nothing_wrong_pass(judge: Callable[..., ReportBuilder]) -> None:
     outcome = judge()
-    assert [row["ok"] for row in outcome.phases] == [True] * 4 and not outcome.differing
+    assert [row["ok"] for row in outcome.phases] == [True] * 5 and not outcome.differing
     compared = {row["name"]: {each["name"]: each["compared"] for each in row["checks"]} for row in outcome.phases}
     items = {"model": 2, "moments": 1, "finite": 3, "step": 1, "batch": 1, "rng": 1, "other": 2}
     assert compared["uninterrupted"]["finite"] == 3 + LAST
@@ -227,14 +233,14 @@ def expected_failures(by_run: Mapping[str, Mapping[int, float]], factor: float) 
 
     noise = largest(rerun, -1)
     tolerance = factor * noise if isfinite(noise) else -1.0  # noise that is not finite allows nothing
+    first_of_resumed = SAVE_AT + (min(uninterrupted) > 0)  # a trainer that counts from 0 may log step N after it
+    failures = ["resume"] if min(resumed) < first_of_resumed else []
+    if later(uninterrupted) != later(resumed) or not largest(resumed, SAVE_AT) <= tolerance:
+        failures.append("loss")
     return {
         **({} if all(map(isfinite, uninterrupted.values())) else {"uninterrupted": ["finite"]}),
         **({} if uninterrupted.keys() == rerun.keys() and isfinite(noise) else {"rerun": ["loss"]}),
-        **(
-            {}
-            if later(uninterrupted) == later(resumed) and largest(resumed, SAVE_AT) <= tolerance
-            else {"resumed": ["loss"]}
-        ),
+        **({"resumed": failures} if failures else {}),
     }
 
 
@@ -281,3 +287,61 @@ def test_a_loss_before_the_first_step_is_compared_between_equal_runs(
     outcome = judge({name: partial(write_losses, losses=losses) for name, losses in by_run.items()})
     assert failed(outcome) == expected_failures(by_run, ChecksBlock().loss_noise_factor)
     assert outcome.noise["loss"]["repeated"] == (value - loss_of(0) if isfinite(value) else "nan")
+
+
+# ------------------------------------------------------------------------------------------------------- altered
+
+
+@pytest.mark.parametrize("can_save", [True, False])
+@pytest.mark.parametrize("item", ["w", "v"])
+def test_one_altered_tensor_that_is_loaded_is_enough(
+    judge: Callable[..., ReportBuilder], can_save: bool, item: str
+) -> None:
+    """A trainer may recompute a buffer, but not all of its weights."""
+
+    def recompute(*names: str) -> Act:
+        step = SAVE_AT if can_save else LAST
+        values = {"w": np.full(3, float(step)), "v": np.ones(2)}
+        change = tensors_of(MODEL, lambda found: found.update({name: values[name] for name in names}))
+        return lambda out: change(out / f"step-{step}")
+
+    kept = "v" if item == "w" else "w"
+    outcome = judge({"altered": recompute(item)}, trainer={"can_save_without_step": can_save})
+    assert outcome.ok and kept not in str(outcome.differing)
+
+
+@pytest.mark.parametrize("can_save", [True, False])
+def test_a_run_without_the_alteration_did_not_load(judge: Callable[..., ReportBuilder], can_save: bool) -> None:
+    def start_from_scratch(out: Path) -> None:
+        step = SAVE_AT if can_save else LAST
+        values = {"w": np.full(3, float(step)), "v": np.ones(2)}
+        tensors_of(MODEL, lambda found: found.update(values))(out / f"step-{step}")
+
+    outcome = judge({"altered": start_from_scratch}, trainer={"can_save_without_step": can_save})
+    assert failed(outcome) == {"altered": ["resume"]}
+    assert [row["item"] for row in outcome.differing] == ["model.v", "model.w"]
+
+
+@pytest.mark.parametrize(
+    ("act", "trainer", "said"),
+    [
+        (lambda out: None, {"can_load_altered": False}, "trainer.can_load_altered is false in the recipe"),
+        (
+            lambda out: (out / "step-2").rename(out / "step-3"),
+            {},
+            "the trainer does not run from a copy of its checkpoint: it saved no checkpoint of step 2",
+        ),
+    ],
+)
+def test_an_alteration_that_cannot_be_tested_is_a_note(
+    judge: Callable[..., ReportBuilder], act: Act, trainer: dict[str, Any], said: str
+) -> None:
+    outcome = judge({"altered": act}, trainer=trainer)
+    assert outcome.ok and outcome.phases[-1]["ok"] is None
+    assert f"not checked with altered weights: {said}" in notes(outcome, "altered")
+
+
+def test_the_altered_copy_is_removed(judge: Callable[..., ReportBuilder], tmp_path: Path) -> None:
+    assert judge().ok
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert names == {"uninterrupted", "rerun", "load-and-save", "resumed", "altered"}

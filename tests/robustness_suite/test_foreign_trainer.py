@@ -60,7 +60,7 @@ def test_one_that_is_right_passes(tmp_path: Path) -> None:
         lambda found: seen.append(found.phases[-1]["name"]),
         folder=Path(__file__).parent,
     )
-    assert outcome.ok and seen == ["uninterrupted", "rerun", "load and save", "resumed"]
+    assert outcome.ok and seen == ["uninterrupted", "rerun", "load and save", "resumed", "altered"]
     assert [row["run"] for row in outcome.losses] == ["uninterrupted", "rerun", "resumed"]
     assert outcome.losses[2]["steps"] == [3, 4, 5] and outcome.losses[2]["losses"] == outcome.losses[0]["losses"][2:]
     assert outcome.noise == {"loss": {"repeated": 0.0, "perturbed": None}} and outcome.differing == []
@@ -103,6 +103,35 @@ def test_what_is_in_no_checkpoint_shows_at_the_end(tmp_path: Path) -> None:
     assert "check rng first: it differs only if it was not restored" in said
     named = run(tmp_path / "named", "iterator")  # by the run for no step, so that nothing more is said of the end
     assert not notes(named, "resumed")
+
+
+@pytest.mark.parametrize("can_save", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("scratch", {"load and save": ["resume"], "resumed": ["resume"]}),
+        ("scratch, hidden", {"altered": ["resume"]}),
+    ],
+)
+def test_a_trainer_that_never_resumes_fails(
+    tmp_path: Path, fault: str, expected: dict[str, list[str]], can_save: bool
+) -> None:
+    """With its seed it reaches the same state from scratch, in all that it saves."""
+    outcome = run(tmp_path, fault, can_save_without_step=can_save)
+    assert failed(outcome) == {name: found for name, found in expected.items() if can_save or name != "load and save"}
+    first = next(row for row in outcome.phases if row["ok"] is False)
+    assert first["cause"].startswith("the trainer did not resume: it started from scratch; check that trainer.resume")
+    if fault == "scratch":
+        assert "it logged the loss of steps 1 to 2, but resumes after step 2" in first["cause"]
+    else:
+        assert {row["item"] for row in outcome.differing} == {"model.w"}
+
+
+def test_losses_from_before_a_resume_are_allowed_in_a_trainer_state(tmp_path: Path) -> None:
+    """The log of transformers' Trainer has them, so only the altered weights show a start from scratch."""
+    keys = {"losses": "trainer_state.json", "losses_kind": "trainer_state", "can_save_without_step": False}
+    assert run(tmp_path / "right", "history", **keys).ok
+    assert failed(run(tmp_path / "scratch", "scratch, history", **keys)) == {"altered": ["resume"]}
 
 
 def test_noise_is_measured_and_not_compared(tmp_path: Path) -> None:
@@ -163,7 +192,7 @@ def test_a_command_that_fails_says_how(tmp_path: Path) -> None:
 
 def test_a_resume_that_fails_is_a_phase_that_fails(tmp_path: Path) -> None:
     outcome = run(tmp_path, "fails to resume")
-    assert [row["ok"] for row in outcome.phases] == [True, True, False, False]
+    assert [row["ok"] for row in outcome.phases] == [True, True, False, False, None]
     assert "no such key: optim" in notes(outcome, "resumed")
 
 

@@ -243,5 +243,5 @@ def test_phases_are_those_of_the_run() -> None:
     phases = pytest.importorskip("ckptx.robustness_suite.phases")
     assert [each.name for each in phases.PHASES] == list(PHASES)[: len(phases.PHASES)]
     external = pytest.importorskip("ckptx.robustness_suite.external_trainer")
-    own = (external.UNINTERRUPTED, external.RERUN, external.LOAD_AND_SAVE, external.RESUMED)
+    own = (external.UNINTERRUPTED, external.RERUN, external.LOAD_AND_SAVE, external.RESUMED, external.ALTERED)
     assert tuple(each for each in pytest_plugin.TRAINER_PHASES if each != "sharded") == own

@@ -203,6 +203,8 @@ class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
         step_key: Key of the step in JSON lines.
         loss_key: Key of the loss in JSON lines, or its TensorBoard tag.
         can_save_without_step: True if the trainer can load a checkpoint and save it again without training a step.
+        can_load_altered: True if the weights that the trainer loads come from `checkpoint` unchanged, so that an
+            altered copy of a checkpoint shows whether it resumes.
         time_limit: Maximum time of one run of the command, in seconds.
         environment: Environment variables of the command.
     """
@@ -216,6 +218,7 @@ class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
     step_key: str = "step"
     loss_key: str = "loss"
     can_save_without_step: bool = True
+    can_load_altered: bool = True
     time_limit: float = 3600.0
     environment: Mapping[str, str] = msgspec.field(default_factory=dict)
 
