@@ -14,6 +14,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
+    check_objects,
     find_uncompared_objects,
     has_state,
     pair_state,
@@ -91,6 +92,8 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
                 uncompared_views = []
         log.note(*(note for view in uncompared_views for note in note_on_uncompared(view)))
         objects = a_view.catalog.objects, b_view.catalog.objects
+        for found, files in zip(objects, (files_a, files_b), strict=True):
+            check_objects(found, files)
         uncompared_objects = find_uncompared_objects(*(objects if with_state else ({}, {})), (files_a, files_b))
         log.note(*uncompared_objects.notes)
         not_compared = count_uncompared(*uncompared_views, objects=uncompared_objects.count)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.comparison.headers import TiedNames, compare_entries
+from ckptx.formats.torch_archive.archive import open_archive
 from ckptx.mapping.rules import TrainerRules
 from ckptx.mapping.state_names import ParameterIndex, StateName
 from ckptx.model_view.view import ModelView, rules_of
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
+_PICKLE_MAGIC_NBYTES = 2
 _READ_BYTES = 1 << 20  # bytes of an object per read
 
 
@@ -102,6 +105,21 @@ def find_uncompared_objects(
     """Find the pickled objects that are not the same bytes in both checkpoints."""
     differing = tuple(name for name in a if name in b and not _are_equal(a[name], b[name], files))
     return UncomparedObjects(differing, tuple(name for name in (*a, *b) if name not in a or name not in b))
+
+
+def check_objects(objects: Mapping[str, BytesEntry], files: SourceFiles) -> None:
+    """Check that the archives of pickled objects can be opened; nothing is unpickled.
+
+    Raises:
+        InputError: An archive is damaged.
+        UnsupportedError: It is compressed.
+    """
+    for name, entry in objects.items():
+        head = files.read_up_to(entry.file, entry.offset, min(entry.nbytes, _PICKLE_MAGIC_NBYTES))
+        if head[:1] != b"\x80":  # a pickle without an archive
+            subject = f'{files.root / entry.file}: object "{name}"'
+            read = partial(files.read, entry.file)
+            open_archive(read, entry.offset, entry.nbytes, subject, lambda data, where: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class _FrameBuffers(NamedTuple):
     """Expected bytes around the elements of an archive, and memory for the actual ones, `nbytes` in all."""
 
     head: bytes
+    build_tail: Callable[[int], bytes]
     before_crc: bytes
     after_crc: bytes
     head_buffer: bytearray
@@ -56,9 +57,9 @@ class _FrameBuffers(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Frame) -> _FrameBuffers:
-        before_crc, after_crc = frame.tail_around_crc
-        head_buffer, tail_buffer = bytearray(len(frame.head)), bytearray(len(before_crc) + 4 + len(after_crc))
-        return cls(frame.head, before_crc, after_crc, head_buffer, tail_buffer, len(head_buffer) + len(tail_buffer))
+        head_buffer, tail_buffer = bytearray(len(frame.head)), bytearray(frame.tail_nbytes)
+        nbytes = len(head_buffer) + len(tail_buffer)
+        return cls(frame.head, frame.build_tail, *frame.tail_around_crc, head_buffer, tail_buffer, nbytes)
 
 
 class _ArchiveSlot(NamedTuple):
@@ -261,8 +262,11 @@ class TensorReader:
     def _read_archive(
         self, name: str, frame: _FrameBuffers, file: str, offset: int, length: int, view: memoryview
     ) -> bool:
-        """Fill `view` with the elements of an archive; return False if its layout is unexpected."""
-        head, before_crc, after_crc, head_buffer, tail_buffer, frame_nbytes = frame
+        """Fill `view` with the elements of an archive; return False if its layout is unexpected.
+
+        The whole archive is compared with the bytes that torch writes, as torch reads none whose directory is damaged.
+        """
+        head, build_tail, before_crc, after_crc, head_buffer, tail_buffer, frame_nbytes = frame
         nbytes = len(view)
         if not before_crc or nbytes + frame_nbytes > length:
             return False
@@ -271,15 +275,17 @@ class TensorReader:
             nbytes_read != nbytes + frame_nbytes
             or head_buffer != head
             or not tail_buffer.startswith(before_crc)
-            or not tail_buffer.endswith(after_crc)
+            or not tail_buffer.startswith(after_crc, len(before_crc) + 4)
         ):
             return False
-        self.bytes_read += nbytes
         recorded = int.from_bytes(tail_buffer[4:8], "little")
+        if recorded and (crc := crc32(view)) != recorded:
+            raise self.crc_error(name, file, Record(offset + len(head), nbytes, recorded), crc)
+        if tail_buffer != build_tail(recorded):
+            return False
+        self.bytes_read += nbytes
         if not recorded:
             self._count_without_crc(file, Record(offset + len(head), nbytes, None))
-        elif (crc := crc32(view)) != recorded:
-            raise self.crc_error(name, file, Record(offset + len(head), nbytes, recorded), crc)
         return True
 
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, view: memoryview) -> None:

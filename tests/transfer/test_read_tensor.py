@@ -159,10 +159,10 @@ def test_a_changed_byte_anywhere_in_an_archive_is_noticed(place: MemoryPath, reg
     archives = [archive_of(cut(array, region), "F32") for region in regions]
     for index, region in enumerate(regions):
         frame = archive_frame(DTYPES_BY_NAME["F32"], region.sizes)
-        before, after = (len(each) for each in frame.tail_around_crc)
+        before = len(frame.tail_around_crc[0])
         elements = len(frame.head)
         tail = elements + region.numel * 4
-        for at in (*range(0, elements, 1 if len(regions) == 1 else 13), *range(elements, tail + before + 4 + after)):
+        for at in (*range(0, elements, 1 if len(regions) == 1 else 13), *range(elements, tail + frame.tail_nbytes)):
             changed = bytearray(archives[index])
             changed[at] ^= 1 << at % 8
             entry = lazy(place, "x", "F32", SHAPE, regions, [*archives[:index], bytes(changed), *archives[index + 1 :]])
@@ -206,8 +206,7 @@ def test_an_archive_that_ends_early_is_not_completed_from_the_one_before(
     """A reader keeps its buffers, which hold the bytes of an equal archive."""
     array = numbers(SHAPE, 4)
     frame = archive_frame(DTYPES_BY_NAME["F32"], SHAPE)
-    around = sum(len(each) for each in frame.tail_around_crc) + 4
-    needed = len(frame.head) + array.nbytes + around
+    needed = len(frame.head) + array.nbytes + frame.tail_nbytes
     for nbytes in range(needed):
         first, second = (
             lazy(place, name, "F32", SHAPE, [full_region(SHAPE)], [archive_of(array, "F32")]) for name in "xy"

@@ -51,6 +51,7 @@ _DESCRIPTOR = 0x0008
 _SERIALIZATION_ID = b"15728199511854643026"
 _SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
 _ID_LENGTH, _ID_DIGITS = 40, 20
+_SMALL_MEMBER_NBYTES = 1 << 12  # limit for members whose checksum is checked although ckptx does not need them
 _CRC_NBYTES = 4
 
 
@@ -300,26 +301,41 @@ def locate_payload(
             return found
     archive = open_archive(read, offset, length, where)
     if isinstance(archive.tree, TensorRef | UnsupportedObject):
-        return locate_tensor(archive.tree, archive.records, where)
+        payload = locate_tensor(archive.tree, archive.records, where)
+        _check_descriptor(read, offset + length, payload.record, where)
+        return payload
     raise InputError(f"{where}: expected a tensor, found a {type(archive.tree).__name__}; the checkpoint is damaged")
 
 
 def _locate_expected(read: ReadBytes, offset: int, length: int, dtype: DType, shape: Shape) -> Payload | None:
-    """Return the payload if the bytes before and after it are those that would be written; else None."""
+    """Return the payload if the bytes before and after it are those that would be written; else None.
+
+    The directory after the payload is compared too, as torch opens no archive whose directory is damaged.
+    """
     torch_shape = dtype.to_torch_elements(shape)
     parts = _build_parts(dtype, torch_shape)
     if length != parts.length or read(offset, len(parts.head)) != parts.head:
         return None
     data = offset + len(parts.head)
-    if not parts.nbytes:
-        return Payload(dtype, torch_shape, None, data, 0, Record(data, 0, 0))
-    descriptor = read(data + parts.nbytes, parts.descriptor_nbytes)
-    signature, crc_bytes, sizes = descriptor[:4], descriptor[4:8], descriptor[8:]
-    if signature != parts.tail_parts[0] or not parts.tail_parts[1].startswith(sizes):
+    tail = read(data + parts.nbytes, length - len(parts.head) - parts.nbytes)
+    crc = int.from_bytes(tail[4:8], "little") if parts.nbytes else 0
+    if tail != _tail(parts, crc):
         return None
     # For a storage that is not empty, torch writes a CRC of 0 if it is configured not to compute one.
-    crc = int.from_bytes(crc_bytes, "little") or None
-    return Payload(dtype, torch_shape, None, data, parts.nbytes, Record(data, parts.nbytes, crc))
+    record = Record(data, parts.nbytes, (crc or None) if parts.nbytes else 0)
+    return Payload(dtype, torch_shape, None, data, parts.nbytes, record)
+
+
+def _check_descriptor(read: ReadBytes, end: int, record: Record, where: str) -> None:
+    """Refuse a record whose data descriptor, if it has one, has another CRC-32 than the directory.
+
+    `end` is the end of the archive in the file.
+    """
+    position = record.offset + record.nbytes
+    if record.crc and position + 4 + _CRC_NBYTES <= end:
+        descriptor = read(position, 4 + _CRC_NBYTES)
+        if descriptor[:4] == b"PK\7\x08" and descriptor[4:] != record.crc.to_bytes(_CRC_NBYTES, "little"):
+            raise damaged_error(where, "the checksum after its elements is not that in its directory")
 
 
 def locate_tensor(tensor: TensorRef | UnsupportedObject, records: dict[str, Record], where: str) -> Payload:
@@ -413,6 +429,13 @@ def open_archive(
             begin = data_begin(window, name, member, where)
             crc = member.crc or (None if member.nbytes else 0)
             records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
+        elif member.nbytes <= _SMALL_MEMBER_NBYTES:
+            read_member(window, members, name, where, _SMALL_MEMBER_NBYTES)  # torch reads some, such as the version
+    version = read_member(window, members, f"{prefix}version", where, _SMALL_MEMBER_NBYTES)
+    if version is None:
+        version = read_member(window, members, f"{prefix}.data/version", where, _SMALL_MEMBER_NBYTES)
+    if version is None:
+        raise damaged_error(where, "no record 'version', without which torch does not open it")
     _refuse_overlaps(records, where)
     return Archive(load_tree(pickled, where), records)
 

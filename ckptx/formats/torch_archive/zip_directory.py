@@ -26,6 +26,8 @@ LOCATOR = struct.Struct("<4sIQI")
 # The end record may be followed by a comment of 64 KiB. Larger directories than the limit are refused.
 _END_SEARCH = 22 + 0xFFFF
 _DIRECTORY_LIMIT = 1 << 26
+_UNREADABLE_FLAGS = 0x2061  # encryption, patches and a masked header, which torch does not read
+_DEFLATED = 8
 _IS_DIRECTORY = 0x10  # file attribute of MS-DOS, which zip uses
 
 
@@ -65,15 +67,17 @@ def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Memb
             break
     if position < 0 or position + END.size > len(tail):
         raise damaged_error(where, "no end record, it is truncated")
-    count, size, begin_directory = END.unpack_from(tail, position)[4:7]
+    disk, directory_disk, disk_count, count, size, begin_directory = END.unpack_from(tail, position)[1:7]
     position += begin
     if position >= LOCATOR.size:
-        signature, _, end64_position, _ = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
+        signature, _, end64_position, num_disks = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
         if signature == b"PK\6\7":
             fields = END64.unpack(window(end64_position, END64.size))
-            count, size, begin_directory = fields[7:10]
-            if fields[0] != b"PK\6\6":
-                raise damaged_error(where, "no zip64 end record")
+            disk, directory_disk, disk_count, count, size, begin_directory = fields[4:10]
+            if fields[0] != b"PK\6\6" or fields[1] < END64.size - 12 or num_disks != 1:
+                raise damaged_error(where, "no valid zip64 end record")
+    if disk != directory_disk or disk > 1 or disk_count != count:
+        raise damaged_error(where, f"its end record describes disk {disk} with {disk_count} of {count} members")
     if size > _DIRECTORY_LIMIT or count * CENTRAL.size > size:
         raise damaged_error(where, f"directory of {size} bytes for {count} members")
     return _parse_members(window(begin_directory, size), count, where)
@@ -94,12 +98,16 @@ def _parse_members(directory: bytes, count: int, where: str) -> dict[str, Member
         position += name_length + extra_length + fields[12]
         if ZIP32 in (nbytes, stored_size, header):
             nbytes, stored_size, header = _zip64_fields(extra, (nbytes, stored_size, header), where)
-        if signature != b"PK\1\2" or name in members or flags & 1 or (not method and stored_size != nbytes):
+        is_stored = not method and stored_size == nbytes
+        is_readable = not flags & _UNREADABLE_FLAGS and fields[13] <= 1 and (is_stored or method == _DEFLATED)
+        if signature != b"PK\1\2" or name in members or not is_readable:
             raise damaged_error(where, f"directory entry {name[:60]!r} is invalid")
         if nbytes and fields[15] & _IS_DIRECTORY:
             # torch treats it as a directory, reads nothing, and loads uninitialized memory.
             raise damaged_error(where, f"member {name[:60]!r} of {nbytes} bytes is marked as a directory")
         members[name] = Member(method, crc, nbytes, header)
+    if position != len(directory):
+        raise damaged_error(where, f"its last directory entry ends at byte {position} of {len(directory)}")
     return members
 
 
@@ -131,6 +139,8 @@ def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
     begin = member.header_offset + LOCAL.size + int(fields[9]) + int(fields[10])
     if fields[0] != b"PK\3\4":
         raise damaged_error(where, f"no header for member {name[:60]!r}")
+    if window(member.header_offset + LOCAL.size, int(fields[9])).decode("utf-8", "replace") != name:
+        raise damaged_error(where, f"the header of member {name[:60]!r} has another name")
     window(begin + member.nbytes, 0)
     return begin
 
