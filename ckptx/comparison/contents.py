@@ -12,6 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
+from ckptx.comparison.configs import ABSENT, ConfigDifference, compare_configs
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
     check_objects,
@@ -45,6 +46,7 @@ from ckptx.transfer.stream import TensorReader, strided_row_nbytes
 from ckptx.wording import counted, first_of
 
 _BUFFER = 1 << 20
+_MAX_LISTED_KEYS = 4  # keys of a config in a note
 
 
 def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyReport:
@@ -73,6 +75,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
     )
     for view in (first, second):
         match_config_with_notes(view, log.notes)
+    changed_keys = _note_on_configs(*opened, log)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
         if options.weights == "masters":
@@ -112,9 +115,10 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         log.note(*note_on_unknown_ties(a_view, b_view))
     note = _note_on_dtypes(differences, first, second, ties, dtype)
     log.note(*([note] if note else []))
+    is_inconclusive = any(not_compared.values()) or bool(changed_keys)
     report = VerifyReport(
         command="verify",
-        exit=1 if differences or not pairs or (options.strict and any(not_compared.values())) else 0,
+        exit=1 if differences or not pairs or (options.strict and is_inconclusive) else 0,
         tensors=tensors,
         bytes_read=bytes_read,
         dtypes={
@@ -129,6 +133,36 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
         differing=differences,
     )
     return stopwatch.stop(report)
+
+
+def _note_on_configs(a: Catalog, b: Catalog, log: Log) -> list[str]:
+    """Note the keys of config.json that differ and change what a model computes.
+
+    Keys that only one config has are noted, but not returned, as the default of the class may be the same value.
+
+    Returns:
+        Keys that both configs have, with different values.
+    """
+    if a.config is None or b.config is None:
+        return []
+    differences = [each for each in compare_configs(a.config, b.config) if _has_effect(each)]
+    if not differences:
+        return []
+    shown = [
+        f"{each.key} ({each.reference} in the reference, {each.checkpoint} in the checkpoint)"
+        for each in differences[:_MAX_LISTED_KEYS]
+    ]
+    shown += [f"and {len(differences) - len(shown)} more"] * (len(differences) > len(shown))
+    log.note(
+        f"config.json differs: {', '.join(shown)}; only tensors are compared, so the models may compute "
+        "different results; verify --run compares their results"
+    )
+    return [each.key for each in differences if ABSENT not in (each.reference, each.checkpoint)]
+
+
+def _has_effect(difference: ConfigDifference) -> bool:
+    """Return True if a key may change what is computed; how tensors are quantized shows in the tensors."""
+    return not difference.has_no_effect and difference.key.partition(".")[0] != "quantization_config"
 
 
 def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catalog]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptx.comparison.configs import ConfigDifference, compare_configs
 from ckptx.comparison.stored_dtypes import describe_dtype_differences
 from ckptx.options.verify import RunOptions
 from ckptx.processes.peak_memory import peak_memory
@@ -38,7 +39,6 @@ from ckptx.runtime.parallel.distributed import (
     report_failure_to_peers,
 )
 from ckptx.runtime.parity.comparison import Comparison, ReferenceResult, make_difference
-from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
 from ckptx.runtime.parity.divergence import find_first_divergence
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs import windows

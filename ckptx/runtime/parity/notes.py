@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckptx.comparison.configs import ConfigDifference
 from ckptx.report.report import Log, counted
-from ckptx.runtime.parity.configs import ConfigDifference
 from ckptx.runtime.parity.inputs.batch import Inputs
 
 _MAX_NAMES = 3  # in a note

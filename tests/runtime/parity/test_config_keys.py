@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptx.runtime.parity import configs
-from ckptx.runtime.parity.configs import compare_configs
+from ckptx.comparison import configs
+from ckptx.comparison.configs import compare_configs
 from tests.support.models import EVERY, build, tokens
 from tests.support.slow import slow_but
 

@@ -48,7 +48,7 @@ _DROPOUT = re.compile(r"dropout|drop_path|droppath|layerdrop|stochastic_depth|_p
 _ALWAYS_RELEVANT_KEYS = frozenset({"token_dropout"})  # ESM: it scales embeddings even if no token is dropped
 # Keys whose effect shows in the tensors themselves.
 _KEYS_COMPARED_BY_TENSORS = frozenset({"tie_word_embeddings"})
-_ABSENT = "absent"
+ABSENT = "absent"
 
 
 class ConfigDifference(NamedTuple):
@@ -121,4 +121,4 @@ def _has_no_effect(key: str, relevant_keys: Collection[str]) -> bool:
 
 
 def _json_value(key: str, values: Mapping[str, Any]) -> str:
-    return json.dumps(values[key], default=str)[:120] if key in values else _ABSENT
+    return json.dumps(values[key], default=str)[:120] if key in values else ABSENT

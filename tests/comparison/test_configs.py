@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptx.runtime.parity.configs import ConfigDifference, compare_configs
+from ckptx.comparison.configs import ConfigDifference, compare_configs
 
 CONFIG: dict[str, Any] = {
     "architectures": ["XForCausalLM"], "model_type": "x", "rms_norm_eps": 1e-6, "eos_token_id": [1, 2],
