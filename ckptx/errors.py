@@ -7,6 +7,7 @@ A message is one line that names the file or tensor, then the problem, the requi
 from __future__ import annotations
 
 import errno
+import re
 
 
 class CkptxError(Exception):
@@ -71,11 +72,21 @@ class EnvironmentProblem(CkptxError):
     exit_code = 7
 
 
+# Error of the dynamic loader, also inside the text of numpy's ImportError.
+_UNMAPPED_LIBRARY = re.compile(r"(\S+): (?:failed to map segment|cannot allocate memory|cannot create)", re.IGNORECASE)
+
+
 def find_environment_problem(error: BaseException) -> EnvironmentProblem | None:
     """Return the error for an exception that the environment causes; None for other exceptions.
 
-    These are limits of the system, too many open files or threads, and a current directory that was removed.
+    These are limits of the system, too many open files or threads or too little memory for a library, and a current
+    directory that was removed.
     """
+    if isinstance(error, ImportError) and (match := _UNMAPPED_LIBRARY.search(str(error))) is not None:
+        return EnvironmentProblem(
+            f"{match[1]}: not enough memory to load this library; raise the limit (ulimit -v), or use a machine with "
+            "more memory"
+        )
     if isinstance(error, FileNotFoundError) and error.filename is None:  # of `os.getcwd`, which has no argument
         return EnvironmentProblem("the current directory was removed; run ckptx in another directory")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):

@@ -8,7 +8,7 @@ import platform
 from ckptx.cli.command import CommandCall, define_command
 from ckptx.cli.output import Output
 from ckptx.options.commands import COMMANDS
-from ckptx.options.defaults import all_defaults, display_value
+from ckptx.options.defaults import all_defaults, display_value, unknown_variables
 from ckptx.report.documents.environment import EnvironmentReport
 from ckptx.report.environment import installed_version
 from ckptx.report.report import Log
@@ -29,10 +29,11 @@ _OTHER_PACKAGES = ("xxhash", "isal", "tqdm", "msgspec", "jinja2")
 @define_command("env", examples=["ckptx env", "ckptx env --json"])
 def command(call: CommandCall) -> int:
     """Print versions, system information, and the options set by ckptx.toml, pyproject.toml and CKPTX_* variables."""
-    return Output(call.output).run("env", _make_report, _text)
+    return Output(call.output).run("env", _make_report, _text, format_verdict=_text)
 
 
 def _make_report(log: Log) -> EnvironmentReport:
+    unknown = unknown_variables()
     return EnvironmentReport(
         command="env",
         ckptx=__version__,
@@ -45,6 +46,7 @@ def _make_report(log: Log) -> EnvironmentReport:
             {"option": each.setting.flag, "value": display_value(each), "origin": each.origin, "commands": commands}
             for each, commands in all_defaults()
         ],
+        unknown_variables=[each.name for each in unknown],
     )
 
 
@@ -56,4 +58,5 @@ def _text(report: EnvironmentReport) -> str:
     for row in report.settings:
         commands = "every command" if len(row["commands"]) == len(COMMANDS) else ", ".join(row["commands"])
         rows.append((f"{row['option']}", f"{row['value']}  ({row['origin']}; for {commands})"))
+    rows += [(name, "not an option of ckptx") for name in report.unknown_variables]
     return "\n".join(f"{name:<16} {value}" for name, value in rows)

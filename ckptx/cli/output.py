@@ -22,6 +22,7 @@ from ckptx.errors import (
     OutputError,
     PeerFailure,
     ReportTargetError,
+    SpaceError,
     Terminated,
     UnsupportedError,
     exit_code_of,
@@ -30,6 +31,7 @@ from ckptx.errors import (
 from ckptx.options.output import JsonOutput, ReportOutput
 from ckptx.processes.rendezvous import is_first_rank
 from ckptx.publishing.report_file import check_report_path, write_text
+from ckptx.report.number_formats import NOT_ENOUGH_SPACE
 from ckptx.report.report import Log, Report, Stopwatch, human_bytes
 from ckptx.storage.staging_paths import staging_paths
 from ckptx.untrusted.printable import escape_lines, escape_strings, one_line
@@ -111,6 +113,10 @@ class Output:
             # Ranks of one run check the paths after the rendezvous, so that all of them fail.
             for path in self._report_paths() if os.environ.get("WORLD_SIZE", "1") == "1" else ():
                 check_report_path(path)
+            if any(name.startswith("CKPTX_") for name in os.environ):
+                from ckptx.options.defaults import unknown_variables
+
+                log.note(*(each.note() for each in unknown_variables()))
             with self._step_log():
                 report = make_report(log)
         except CkptxError as error:
@@ -146,7 +152,11 @@ class Output:
             for note in report.notes:
                 click.echo(f"note: {one_line(note)}", err=True)
         formatter = format_verdict if self.quiet and format_verdict is not None else format_report
-        if self._is_first_rank and (not self.quiet or code or formatter is format_verdict):
+        space_note = next((each for each in report.notes if each.startswith(NOT_ENOUGH_SPACE)), None)
+        if self.quiet and code == SpaceError.exit_code and space_note is not None:
+            if self._is_first_rank:
+                print_error(space_note)
+        elif self._is_first_rank and (not self.quiet or code or formatter is format_verdict):
             code = print_result(formatter(escape_strings(report)) + "\n") or code
         return code
 
@@ -188,7 +198,7 @@ class Output:
                     write_text(path, self._page_makers[path](report))
                 else:
                     report.write(path)
-            except (OutputError, UnsupportedError) as error:
+            except (OutputError, SpaceError, UnsupportedError) as error:
                 if str(error) != report.error:  # `_fail` prints the error of the report
                     print_error(f"{error}; the report was not written")
                 report = replace(report, exit=report.exit or error.exit_code)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 
 import click
 
-from ckptx.errors import OutputError, UsageError
+from ckptx.errors import OutputError, SpaceError, UsageError
 from ckptx.untrusted.printable import one_line
 
 
@@ -48,6 +49,9 @@ def print_result(text: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would flush stdout again at exit
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print_error(f"stdout: cannot be written: {error.strerror}; free some space and run again")
+            return SpaceError.exit_code
         print_error(f"stdout: cannot be written: {error.strerror}")
         return OutputError.exit_code
     return 0

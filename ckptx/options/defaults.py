@@ -28,6 +28,8 @@ _CONFIG_FILE, _PROJECT_FILE, _PROJECT_TABLE = "ckptx.toml", "pyproject.toml", "t
 _PROJECT_KEY = re.compile(rb"ckptx[\"']?\s*[.=\]]")  # `[tool.ckptx]`, `ckptx = {...}`; not a dependency "ckptx>=0.1"
 _VARIABLE_PREFIX = "CKPTX_"
 _MAX_FILE_BYTES = 1 << 20
+# Variables that ckptx, its tests and its action use themselves.
+OWN_VARIABLES = frozenset({"CKPTX_DEBUG", "CKPTX_SELECTIVE_AC_TRACE", "CKPTX_LAUNCHED", "CKPTX_COMPLETE"})
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -123,6 +125,45 @@ def all_defaults() -> Iterator[tuple[Default, list[str]]]:
         for default in read_defaults(command_name).values():
             defaults.setdefault((default.setting.flag, default.origin), (default, []))[1].append(command_name)
     yield from defaults.values()
+
+
+class UnknownVariable(NamedTuple):
+    """An environment variable `CKPTX_*` that is not an option of any command.
+
+    Attributes:
+        name: Name of the variable.
+        suggestion: A variable with a similar name; "" for none.
+    """
+
+    name: str
+    suggestion: str
+
+    def note(self) -> str:
+        """Return a note for the user."""
+        hint = f"; did you mean {self.suggestion}?" if self.suggestion else "; unset it"
+        return f"{self.name} is not an option{hint}"
+
+
+def unknown_variables() -> list[UnknownVariable]:
+    """Return the environment variables with the prefix of ckptx that have no effect."""
+    names = {name for name in os.environ if name.startswith(_VARIABLE_PREFIX)} - OWN_VARIABLES
+    if not names:
+        return []
+    settings = [
+        setting
+        for command in COMMANDS.values()
+        for table in tables_of(command)
+        for setting in settings_of(table).values()
+        if setting.option is not None
+    ]
+    known = {f"{_VARIABLE_PREFIX}{name.upper()}" for setting in settings for name in setting.names}
+    unknown = sorted(names - known)
+    if not unknown:
+        return []
+    from difflib import get_close_matches  # slow to import
+
+    candidates = [*sorted(known), *sorted(OWN_VARIABLES)]
+    return [UnknownVariable(name, "".join(get_close_matches(name, candidates, 1, 0.8))) for name in unknown]
 
 
 def _read_sources() -> Iterator[list[_DefaultEntry]]:

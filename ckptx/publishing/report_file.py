@@ -5,13 +5,14 @@ Reports are JSON (`--report`) or JUnit XML; pages show layouts (`inspect --html`
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ckptx.errors import OutputError
+from ckptx.errors import OutputError, SpaceError
 from ckptx.storage.open_file import OpenFile
 from ckptx.untrusted.remote_name import refuse_remote
 
@@ -79,6 +80,7 @@ def write_text(path: str | Path, text: str) -> None:
 
     Raises:
         OutputError: The path is not allowed or cannot be written.
+        SpaceError: The disk is full.
         UnsupportedError: The path is a URL.
     """
     check_report_path(path)
@@ -92,6 +94,10 @@ def write_text(path: str | Path, text: str) -> None:
     except BaseException as error:  # remove the temporary file; raised again below
         with suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(
+                f"{path}: cannot be written: {error.strerror}; free some space, or choose a file on another disk"
+            ) from error
         if isinstance(error, OSError):
             raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
         raise

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ckptx.errors import CkptxError, OutputError, SpaceError
 from ckptx.publishing.output_checks import free_space, refuse_existing
+from ckptx.report.report import human_bytes
 from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
 from ckptx.storage.files import lock_file, output_errors, write_error
 from ckptx.storage.interface import ExpectedFile
@@ -296,7 +297,8 @@ class Staging:
         free = free_space(self.target)
         if free < nbytes:
             raise SpaceError(
-                f"{self.target}: requires {nbytes} bytes, but the file system has {free} free; free some space"
+                f"{self.target}: requires {human_bytes(nbytes)}, but the file system has {human_bytes(free)} free; "
+                "free some space"
             )
 
     def publish(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:

@@ -41,6 +41,7 @@ def peak_memory_text(report: Report) -> tuple[str, str]:
     return label, human_bytes(report.peak_rss)
 
 
+NOT_ENOUGH_SPACE = "not enough space"  # first words of the note of a dry run whose output does not fit
 _FORMAT_NAMES = {
     "huggingface": "HF safetensors",
     "dcp": "DCP",

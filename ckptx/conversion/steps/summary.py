@@ -29,7 +29,7 @@ from ckptx.publishing.output_checks import free_space
 from ckptx.publishing.publish import Job, manifest_size
 from ckptx.quantization.computed_files import stored_bytes_read
 from ckptx.report.documents.conversion import ConversionReport
-from ckptx.report.number_formats import peak_of_processes
+from ckptx.report.number_formats import NOT_ENOUGH_SPACE, peak_of_processes
 from ckptx.report.report import Log, human_bytes
 from ckptx.storage.files import read_size
 from ckptx.transfer.executor import CopyResult
@@ -185,7 +185,7 @@ def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
     needed, free = sum(nbytes for _, nbytes, _ in sizes), free_space(dst)
     fits = free >= needed
     if not fits:
-        log.note(f"not enough space: {human_bytes(needed)} required, {human_bytes(free)} free at {dst}")
+        log.note(f"{NOT_ENOUGH_SPACE}: {human_bytes(needed)} required, {human_bytes(free)} free at {dst}")
     files = [{"name": name, "bytes": nbytes, "tensors": tensors} for name, nbytes, tensors in sizes]
     exit_code = 0 if fits or options.resume else SpaceError.exit_code
     return {

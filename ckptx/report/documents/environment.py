@@ -22,6 +22,7 @@ class EnvironmentReport(Report):
         tested_with: Version of each package that the tests run with.
         settings: One entry per option that a file or environment variable sets: `option`, `value` (secrets are
             hidden), `origin` (file and key, or variable), and the `commands` that it applies to.
+        unknown_variables: Environment variables `CKPTX_*` that are not options and have no effect.
     """
 
     commands: ClassVar[Sequence[str]] = ("env",)
@@ -33,3 +34,4 @@ class EnvironmentReport(Report):
     packages: Mapping[str, str | None]
     tested_with: Mapping[str, str]
     settings: Sequence[Mapping[str, Any]]
+    unknown_variables: Sequence[str] = ()
