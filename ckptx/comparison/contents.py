@@ -125,7 +125,7 @@ def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyR
             "before": count_dtypes(first.tensors.values()),
             "after": count_dtypes(second.tensors.values()),
         },
-        notes=list(log.notes),
+        notes=list(dict.fromkeys(log.notes)),
         parameters=parameters,
         compared=len(pairs),
         total=len(pairs) + sum(difference["what"] != "content" for difference in differences),

@@ -114,9 +114,22 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     root = view.catalog.location
     class_name = view.disk_architecture.class_name
     notes += [f"{root}: {note}" for note in match.extra_notes(class_name, are_written=False)]
+    notes += [f"{root}: {problem}" for problem in _missing_untied_tensors(view)]
     if match.mismatches:
         notes.append(match.summary(str(root)))
     return match.to_dict()
+
+
+def _missing_untied_tensors(view: ModelView) -> list[str]:
+    """Return a sentence for each tensor, such as a head, that is missing and not tied to another one."""
+    if view.architecture is None or view.config is None:
+        return []
+    from ckptx.architecture.tied import StoredTensor, resolve_ties
+
+    stored = {name: StoredTensor(entry.shape, entry.dtype.name) for name, entry in view.tensors.items()}
+    problems: list[str] = []
+    resolve_ties(view.architecture, view.config, stored, lambda a, b: True, accepted_problems=problems)
+    return problems
 
 
 def _match_layers(

@@ -140,7 +140,9 @@ def _check_external_options(recipe: Recipe, phases: str | None, fault_name: str 
     """
     for option, value in (("--phases", phases), ("--inject", fault_name)):
         if value is not None:
-            raise UsageError(f"{option} does not apply to {recipe.name}, whose trainer is a command; leave it out")
+            raise UsageError(
+                f'{option} does not apply to the recipe "{recipe.name}", whose trainer is a command; leave it out'
+            )
     if is_launched():
         raise UsageError(f"{recipe.name}: its command starts its own ranks; run ckptx without torchrun")
 

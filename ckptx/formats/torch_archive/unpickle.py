@@ -183,7 +183,9 @@ def load(
     except CkptxError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # A damaged pickle can raise any class.
-        raise InputError(f"{where}: damaged pickle ({_describe_error(error)}); nothing was executed") from None
+        raise InputError(
+            f"{where}: damaged pickle ({_describe_error(error)}); nothing was executed; copy or download it again"
+        ) from None
 
 
 @contextmanager
@@ -251,7 +253,10 @@ def _scan(data: bytes, where: str) -> bytearray:
     size = len(data)
     empty = sum(map(data.count, (b"}", b"]", b"\x8f")))
     if empty > _MIN_CONTAINER_LIMIT and empty > size // _BYTES_PER_CONTAINER:
-        raise InputError(f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing was executed")
+        raise InputError(
+            f"{where}: damaged pickle ({empty:,} containers in {size:,} bytes); nothing was executed; copy or download "
+            "it again"
+        )
     match = _FIXED_OPCODES.match
     checked = bytearray(data)
     position = 0
@@ -269,7 +274,8 @@ def _scan(data: bytes, where: str) -> bytearray:
                 position = end + 2 + length
                 if length > _MAX_INTEGER_BYTES and (length > _MAX_INTEGER_BYTES + 1 or data[position - 1]):
                     raise InputError(
-                        f"{where}: damaged pickle (number of {length} bytes at byte {end}); nothing was executed"
+                        f"{where}: damaged pickle (number of {length} bytes at byte {end}); nothing was executed; copy "
+                        "or download it again"
                     )
             elif code in _LENGTH_1_OPCODES:
                 position = end + 2 + data[end + 1]
@@ -282,7 +288,10 @@ def _scan(data: bytes, where: str) -> bytearray:
             elif code == _STOP:
                 return checked
             elif end == position:
-                raise InputError(f"{where}: damaged pickle (opcode 0x{code:02x} at byte {end}); nothing was executed")
+                raise InputError(
+                    f"{where}: damaged pickle (opcode 0x{code:02x} at byte {end}); nothing was executed; copy or "
+                    "download it again"
+                )
             else:
                 position = end
     except (IndexError, ValueError):

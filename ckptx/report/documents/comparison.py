@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ckptx.report.report import Report
+from ckptx.report.report import Report, counted
+from ckptx.untrusted.printable import one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -54,6 +55,16 @@ class VerifyReport(Report):
             larger than 16 MiB, only those in the first 16 MiB block with a difference), and `differing_elements` (the
             same in words).
     """
+
+    def __repr__(self) -> str:
+        """Return one short line with the verdict: `<VerifyReport of verify: exit 1, DIFFERENT: "w" (content)>`."""
+        if self.error is not None or self.exit > 1:
+            return Report.__repr__(self)
+        first = "" if not self.differing else f': "{one_line(self.differing[0]["name"])}" ({self.differing[0]["what"]})'
+        verdict = "DIFFERENT" if self.differing else "EQUAL" if self.compared else "NOTHING COMPARED"
+        return (
+            f"<VerifyReport of verify: exit {self.exit}, {verdict}{first}, {counted(self.compared, 'tensor')} compared>"
+        )
 
     commands: ClassVar[Sequence[str]] = ("verify",)
 
