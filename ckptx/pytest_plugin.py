@@ -45,6 +45,21 @@ def phase_names(recipe: str, settings: Sequence[str]) -> tuple[str, ...]:
     return tuple(each for each in TRAINER_PHASES if each != "sharded" or found.checks.sharded is not None)
 
 
+def recipe_error(recipe: str, settings: Sequence[str]) -> str:
+    """Return the error of a recipe that cannot be read; "" for one that can, or that a missing package hides."""
+    from ckptx.errors import CkptxError
+
+    try:
+        from ckptx.runtime.training.recipe_file import read_recipe
+
+        read_recipe(recipe, settings)
+    except CkptxError as error:
+        return f"--ckptx-recipe {recipe}: {error}"
+    except ImportError:
+        pass  # the test of the whole run names the package
+    return ""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--ckptx-recipe` and `--ckptx-set`."""
     group = parser.getgroup("ckptx", "checkpoint robustness (ckptx)")
@@ -74,6 +89,9 @@ def pytest_collection_modifyitems(
             session, name=recipe, nodeid=f"ckptx-recipe {recipe}", overrides=config.getoption("ckptx_set")
         )
         tests: list[pytest.Item | pytest.Collector] = list(node.collect())
+        error = recipe_error(recipe, config.getoption("ckptx_set"))
+        if error:  # `-k` could deselect the only test, which would show it
+            raise pytest.UsageError(error)
         items.extend(each for each in tests if isinstance(each, pytest.Item))
         # Counts them, as pytest does with what it collects itself; without it `-k` prints negative numbers.
         config.hook.pytest_collectreport(report=pytest.CollectReport(node.nodeid, "passed", None, tests))

@@ -45,6 +45,7 @@ def phase_names(recipe, settings):
     return tuple(json.loads(path.read_text())) if path.exists() else ()
 
 plugin.phase_names = phase_names
+plugin.recipe_error = lambda recipe, settings: ""
 stub = ModuleType("ckptx.robustness_suite.run")
 stub.robustness = robustness
 sys.modules[stub.__name__] = stub
@@ -77,6 +78,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr(pytest_plugin, "phase_names", pytest_plugin.phase_names)  # restored after the conftest's
+    monkeypatch.setattr(pytest_plugin, "recipe_error", pytest_plugin.recipe_error)
     return Project(pytester)
 
 
@@ -130,6 +132,21 @@ def test_a_recipe_that_cannot_be_judged_fails_once(project: Project) -> None:
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["exit 3: none: is no recipe*"])
     assert len(project.calls) == 1
+
+
+@pytest.mark.parametrize("words", [(), ("-k", "resume"), ("-k", "run")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no recipe"), ("trainer: [", "yaml"), ("trainer: {comand: x}", "comand")]
+)
+def test_a_recipe_that_cannot_be_read_is_an_error_whatever_is_selected(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, words: Sequence[str], text: str | None, said: str
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    if text is not None:
+        (pytester.path / "own.yaml").write_text(text)
+    result = pytester.runpytest_inprocess("-p", "ckptx.pytest_plugin", "--ckptx-recipe", "own.yaml", *words)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--ckptx-recipe own.yaml: " in result.stderr.str() + result.stdout.str()
 
 
 def test_phases_that_are_not_known_are_of_the_whole(project: Project) -> None:
