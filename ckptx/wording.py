@@ -26,3 +26,12 @@ def list_names(names: Sequence[str], limit: int = 5) -> str:
 def first_of(names: Sequence[str]) -> str:
     """Return the first of several names in quotes: `"a"`, `"a", ...`."""
     return f'"{names[0]}"{", ..." if len(names) > 1 else ""}'
+
+
+def human_bytes(nbytes: float) -> str:
+    """Return a size in binary units: `1.92 GiB`."""
+    for unit, digits in (("B", 0), ("KiB", 2), ("MiB", 2), ("GiB", 2)):
+        if abs(round(nbytes, digits)) < 1024:  # 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB"
+            return f"{nbytes:.{digits}f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from ckptx.errors import CkptxError, OutputError, SpaceError
 from ckptx.publishing.output_checks import free_space, refuse_existing
-from ckptx.report.report import human_bytes
 from ckptx.storage.directory_handle import PROBE_NAME, DirectoryHandle
 from ckptx.storage.files import lock_file, output_errors, write_error
 from ckptx.storage.interface import ExpectedFile
@@ -29,6 +28,7 @@ from ckptx.storage.local import LocalSource
 from ckptx.storage.open_file import OpenFile
 from ckptx.storage.staging_paths import staging_paths
 from ckptx.transfer.digest import file_digest
+from ckptx.wording import human_bytes
 
 _RENAME_EXCHANGE = 2
 # Descriptors that are kept for removing the staging directory, for a run that fails because too many files are open.

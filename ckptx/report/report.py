@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ckptx.processes.peak_memory import peak_memory, peak_memory_of_children
 from ckptx.wording import counted as counted
+from ckptx.wording import human_bytes as human_bytes
 
 if TYPE_CHECKING:  # help pages import this module and must not import the catalog
     from ckptx.catalog.entry import TensorEntry
@@ -194,12 +195,3 @@ def count_dtypes(tensors: Iterable[TensorEntry]) -> dict[str, int]:
     """Return the number of tensors by name of their dtype, sorted by name."""
     counts = Counter(entry.dtype for entry in tensors)
     return dict(sorted((dtype.name, count) for dtype, count in counts.items()))
-
-
-def human_bytes(nbytes: float) -> str:
-    """Return a size in binary units: `1.92 GiB`."""
-    for unit, digits in (("B", 0), ("KiB", 2), ("MiB", 2), ("GiB", 2)):
-        if abs(round(nbytes, digits)) < 1024:  # 1 MiB less one byte is "1.00 MiB", not "1024.00 KiB"
-            return f"{nbytes:.{digits}f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,10 @@ def test_the_representation_of_a_report_has_the_verdict(tmp_path: Path) -> None:
 
 
 def test_an_unknown_argument_is_named_as_python_names_it() -> None:
+    verify: Any = ckptx.verify
     with pytest.raises(ArgumentTypeError, match="verify does not take dtyp; did you mean dtype") as caught:
-        ckptx.verify("a", "b", dtyp="fp32")
+        verify("a", "b", dtyp="fp32")
     assert "--" not in str(caught.value)
     with pytest.raises(ArgumentTypeError) as unrelated:
-        ckptx.verify("a", "b", bogus=1)
+        verify("a", "b", bogus=1)
     assert "did you mean" not in str(unrelated.value)
