@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import ckptx
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, tables_of, unknown_option_error
-from ckptx.options.conversion import ToDcpOptions, ToHfOptions
+from ckptx.options.conversion import ToDcpOptions, ToHfOptions, ToMegatronOptions
 from ckptx.options.forecast import ForecastOptions
 from ckptx.options.help import make_help, section_titles, size_note
 from ckptx.options.option import REPORT, Option, Options, is_class, settings_of
@@ -269,16 +269,18 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
 
 
 def test_the_docstring_of_convert_names_the_direction_of_an_option() -> None:
-    directions = dict[str, set[str]]()
-    for table in (ToDcpOptions, ToHfOptions):
+    tables = ToDcpOptions, ToHfOptions, ToMegatronOptions
+    directions = dict[str, list[str]]()
+    for table in tables:
         for name in settings_of(table):
-            directions.setdefault(name, set()).add(table.command.split()[1])
+            directions.setdefault(name, []).append(table.command.split()[1])
     arguments = re.split(r"\n        (?=\w+: )", (ckptx.convert.__doc__ or "").partition("Returns:")[0])[1:]
     assert directions.keys() == {each.split(":")[0] for each in arguments}
     for argument in arguments:
         text, found = " ".join(argument.split()), directions[argument.split(":")[0]]
-        assert len(found) == 2 or f" Only with {min(found)}." in text
-        assert len(found) == 1 or " Only with " not in text
+        limit = "" if len(found) == len(tables) else f" Only with {' and '.join(found)}."
+        assert text.endswith(limit)
+        assert limit or " Only with " not in text
 
 
 def test_every_choice_is_one_of_a_command_line() -> None:
