@@ -123,7 +123,7 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
                 setting = settings_of(other).get(name)
                 if setting is not None and settings_of(other)[selector].is_switch:
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[selector].flag}")
-            raise ArgumentTypeError(str(unknown_option_error(table.command, [table], name, is_argument=True)))
+            raise ArgumentTypeError(str(unknown_option_error(table.command, [table], name)))
     for name, setting in settings_of(table).items():
         if setting.is_required and name not in arguments:
             raise ArgumentTypeError(f"{name}: None must be {setting.accepted_types[1]}")

@@ -101,35 +101,26 @@ def tables_of(command: Command) -> list[type[Options]]:
 _MIN_SIMILARITY = 0.75  # of a suggestion; "--bogus" and "--gpu" have 0.67
 
 
-def unknown_option_error(
-    command_name: str, tables: Sequence[type[Options]], name: str, *, is_argument: bool = False
-) -> UsageError:
+def unknown_option_error(command_name: str, tables: Sequence[type[Options]], name: str) -> UsageError:
     """Return the error for an option that a command does not have.
 
     Args:
         command_name: Name of the command, for the message.
         tables: Tables of the command.
         name: Flag, or name of a keyword argument.
-        is_argument: True if it is an argument of a Python function, so that the message has names of arguments.
     """
     name = name.lstrip("-").replace("-", "_")
     settings = {field: setting for table in tables for field, setting in settings_of(table).items()}
-    flag = name if is_argument else f"--{name.replace('_', '-')}"
+    flag = f"--{name.replace('_', '-')}"
     replacement = next(
         (each for each in settings.values() if each.option is not None and name in each.option.replaces), None
     )
     if replacement is not None:
-        return UsageError(
-            f"{command_name} does not take {flag}; use {replacement.name if is_argument else replacement.flag}"
-        )
+        return UsageError(f"{command_name} does not take {flag}; use {replacement.flag}")
     others = [each for each in _commands_with_option(name) if each != command_name]
     if others:
         return UsageError(f"{command_name} does not take {flag} ({_join_commands(others)})")
-    known_flags = (
-        [*settings]
-        if is_argument
-        else [each_flag for each in settings.values() if each.option is not None for each_flag in each.flags]
-    )
+    known_flags = [each_flag for each in settings.values() if each.option is not None for each_flag in each.flags]
     from difflib import get_close_matches  # slow to import
 
     matches = get_close_matches(flag, known_flags, 1, _MIN_SIMILARITY)

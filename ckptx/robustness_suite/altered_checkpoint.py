@@ -62,7 +62,7 @@ class AlteredCheckpoint(NamedTuple):
     reason: str = ""
 
 
-class _StoredTensor(NamedTuple):
+class _TensorBytes(NamedTuple):
     """A tensor of the model in the copy.
 
     Attributes:
@@ -115,7 +115,7 @@ def copy_altered(source: Path, target: Path, source_items: Items) -> AlteredChec
     return AlteredCheckpoint(altered, "" if altered else "all weights that can be altered are 0 or not finite")
 
 
-def _alterable_tensors(path: Path) -> list[_StoredTensor]:
+def _alterable_tensors(path: Path) -> list[_TensorBytes]:
     """Return the largest tensors of the model; without those of which another tensor is a copy, as tied weights are."""
     tensors = [each for file in list_files(path) for each in _tensors_of(file)]
     counts: dict[str, int] = {}
@@ -126,7 +126,7 @@ def _alterable_tensors(path: Path) -> list[_StoredTensor]:
     return unique[:_MAX_TENSORS]
 
 
-def _tensors_of(file: ComparedFile) -> Iterator[_StoredTensor]:
+def _tensors_of(file: ComparedFile) -> Iterator[_TensorBytes]:
     """Yield the floating-point tensors of the model in a file, or in a DCP."""
     if file.kind not in (DCP, SAFETENSORS, PICKLE) or not file.may_contain("model"):
         return
@@ -148,7 +148,7 @@ def _tensors_of(file: ComparedFile) -> Iterator[_StoredTensor]:
                 if file.catalog is not None:
                     archive = file.catalog.tensors[entry.name].chunks[0]
                     end = archive.offset + archive.nbytes
-                yield _StoredTensor(folder / entry.chunks[0].file, entry, digests.digest(entry), end)
+                yield _TensorBytes(folder / entry.chunks[0].file, entry, digests.digest(entry), end)
 
 
 def _entries(file: ComparedFile, files: FilePool, digests: TensorDigests) -> Iterator[TensorEntry]:
@@ -168,7 +168,7 @@ def _entries(file: ComparedFile, files: FilePool, digests: TensorDigests) -> Ite
                 yield parts[0]
 
 
-def _alter(tensor: _StoredTensor) -> None:
+def _alter(tensor: _TensorBytes) -> None:
     """Alter elements of the first chunk of a tensor, if it has any that are normal numbers."""
     integer, mantissa_bits, exponent = _LAYOUTS[tensor.entry.dtype.name]
     chunk = tensor.entry.chunks[0]

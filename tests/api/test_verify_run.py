@@ -66,6 +66,12 @@ def run(**options: Any) -> RunReport:
     return verify_models(CompareRunOptions(A, B, run=True, **options))
 
 
+@pytest.fixture(autouse=True)
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints do not exist; a test that needs their configs writes them and calls the function itself."""
+    monkeypatch.setattr(running, "_config_notes", lambda *_: [])
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     made = Launched()

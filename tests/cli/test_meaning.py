@@ -192,7 +192,7 @@ def test_python_refuses_the_same_options(tmp_path: Path, words: str, option: str
     name = CANONICAL[words].function.partition(":")[2]
     direction = words.split()[1:] if name == "convert" else []
     paths = [*direction, *arguments_of(words, hf, tmp_path / "out")]
-    with pytest.raises(UsageError, match=f"^{words} does not take {option}") as caught:
+    with pytest.raises(UsageError, match=f"^{words} does not take --{option.replace('_', '-')}") as caught:
         getattr(ckptx, name)(*paths, **given)
     assert isinstance(caught.value, TypeError)
     assert not (tmp_path / "out").exists()

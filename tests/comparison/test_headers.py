@@ -60,7 +60,10 @@ def test_every_difference_is_a_row(tmp_path_factory: pytest.TempPathFactory, fir
         "before": Counter(dtype for dtype, _ in first.values()),
         "after": Counter(dtype for dtype, _ in second.values()),
     }
-    assert report.parameters == sum(prod(shape) for _, shape in first.values())
+    parameters = sum(prod(shape) for _, shape in first.values())
+    matrices = Counter(header for header in first.values() if len(header[1]) == 2)
+    may_be_tied = max(matrices.values(), default=0) > 1  # all contents are equal, and there is no config
+    assert report.parameters == parameters or (may_be_tied and report.parameters < parameters)
     assert report.tied_tensors == []
 
 

@@ -377,7 +377,7 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
     "another number of heads": (with_settings(num_attention_heads=8), 3, "q_proj.weight"),
     "heads that do not divide": (with_settings(num_key_value_heads=3), 3, "k_proj.weight"),
     "no heads": (with_settings(num_attention_heads=0), 3, "must be a positive integer"),
-    "a larger vocabulary": (with_settings(vocab_size=40), 3, "model.embed_tokens.weight"),
+    "a larger vocabulary": (with_settings(vocab_size=40), 3, "the vocabulary"),
     "fewer layers in the config": (with_settings(num_hidden_layers=3), 3, "model.layers.3"),
     "an extra tensor": (add("model.layers.0.mlp.extra.weight", "model.norm.weight"), 3, "mlp.extra.weight"),
     "parts of two dtypes": (cast(Q), 3, f'"{Q}", F32 of shape'),

@@ -111,7 +111,7 @@ def test_arguments_of_a_wrong_type_are_type_errors(words: str, function: Any, pa
     for value in (3, b"a", ["a"], True, *([None] if words != "forecast" else [])):
         with pytest.raises(TypeError, match=r"\w+: .* must be a path|no value for"):
             function(*direction, *([value] * (len(paths) - len(direction))))
-    with pytest.raises(TypeError, match="does not take nonsense"):
+    with pytest.raises(TypeError, match="does not take --nonsense"):
         function(*paths, nonsense=1)
 
 
@@ -168,12 +168,12 @@ def test_spellings_of_a_dtype() -> None:
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("to-dcp", {"nonsense": 1}, "convert to-dcp does not take nonsense"),
-        ("to-dcp", {"worker": 1}, "convert to-dcp does not take worker; did you mean workers?"),
-        ("to-dcp", {"max_shard_size": "5GB"}, "convert to-dcp does not take max_shard_size (convert to-hf does)"),
-        ("to-hf", {"files": 2}, "convert to-hf does not take files (convert to-dcp and reshard do)"),
+        ("to-dcp", {"nonsense": 1}, "convert to-dcp does not take --nonsense"),
+        ("to-dcp", {"worker": 1}, "convert to-dcp does not take --worker; did you mean --workers?"),
+        ("to-dcp", {"max_shard_size": "5GB"}, "convert to-dcp does not take --max-shard-size (convert to-hf does)"),
+        ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp and reshard do)"),
         ("to-hf", {"tied": "alias"}, "--tied alias requires DCP output; in safetensors two names cannot share bytes"),
-        ("to-hf", {"prefix": "model."}, "convert to-hf does not take prefix; use source_prefix"),
+        ("to-hf", {"prefix": "model."}, "convert to-hf does not take --prefix; use --source-prefix"),
         ("to-dcp", {"workers": True}, "workers: True must be an integer"),
         ("to-dcp", {"workers": 1.5}, "workers: 1.5 must be an integer"),
         ("to-dcp", {"workers": 2000}, "--workers: 2000 must be between 1 and 1,024"),
@@ -190,9 +190,9 @@ def test_spellings_of_a_dtype() -> None:
         ("to-dcp", {"allow_overflow": True}, "--allow-overflow requires --dtype"),
         ("to-xy", {}, "direction: 'to-xy' must be one of to-dcp, hf2dcp, to-hf, dcp2hf"),
         ("verify", {"tp": 2}, "--tp requires --run"),
-        ("verify", {"gpus": 2}, "verify does not take gpus (forecast --search does)"),
-        ("verify", {"run": True, "dtype": "bf16"}, "verify --run does not take dtype; use compute_dtype"),
-        ("verify", {"run": True, "workers": 2}, "verify --run does not take workers (convert to-dcp, convert to-hf,"),
+        ("verify", {"gpus": 2}, "verify does not take --gpus (forecast --search does)"),
+        ("verify", {"run": True, "dtype": "bf16"}, "verify --run does not take --dtype; use --compute-dtype"),
+        ("verify", {"run": True, "workers": 2}, "verify --run does not take --workers (convert to-dcp, convert to-hf,"),
         ("forecast", {"gpus": 2}, "--gpus requires --search"),
         ("forecast", {"search": True, "gpus": 2}, "--search requires --gpu-memory or --gpu"),
         ("forecast", {"search": True, "gpus": 2, "gpu_memory": "1GB", "schedule": "gpipe"}, "forecast --search does"),

@@ -380,7 +380,7 @@ def test_too_little_space_is_said_before_a_byte_is_written(
     hf: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
-    with pytest.raises(SpaceError, match="1000 free"):
+    with pytest.raises(SpaceError, match="has 1000 B free"):
         convert(hf, dst)
     assert names_in(dst.parent) == []
 

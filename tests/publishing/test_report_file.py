@@ -11,7 +11,7 @@ import pytest
 
 import ckptx
 from ckptx.cli.main import cli
-from ckptx.errors import OutputError
+from ckptx.errors import OutputError, SpaceError
 from ckptx.options.commands import commands_by_name
 from ckptx.publishing import report_file
 from ckptx.publishing.report_file import check_report_path, write_text
@@ -143,7 +143,7 @@ def test_a_document_whose_disk_is_full_leaves_the_earlier_one(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report_file.os, "replace", full)
-    with pytest.raises(OutputError, match="No space left"):
+    with pytest.raises(SpaceError, match="No space left"):
         write_text(file, Report(command="diff").to_json())
     assert file.read_bytes() == before and names_in(tmp_path) == ["file"]
 

@@ -361,7 +361,7 @@ def test_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_space_is_checked_before_writing(tmp_path: Path) -> None:
-    with pytest.raises(SpaceError, match=r"requires .* bytes"), Staging(tmp_path / "out") as staging:
+    with pytest.raises(SpaceError, match=r"requires .* TiB"), Staging(tmp_path / "out") as staging:
         staging.begin(b"plan", False)
         staging.require_space(1 << 60)
     assert names_in(tmp_path) == []
