@@ -232,7 +232,7 @@ def gathered_notes(ranks: Sequence[RankForecast]) -> list[str]:
 
 def unsharded_notes(task: ForecastTask, ranks: Sequence[RankForecast]) -> list[str]:
     """Return a note if TP shards no parameter, so that every TP rank was forecast with the whole model."""
-    if task.dims.tp == 1 or any(each.sharded_parameters for each in ranks):
+    if task.dims.tp == 1 or any(each.has_sharded_parameters for each in ranks):
         return []
     note = (
         f"--tp {task.dims.tp} shards no parameter of {ranks[0].architecture}: every TP rank is forecast with whole "

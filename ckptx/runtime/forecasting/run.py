@@ -78,7 +78,7 @@ class RankForecast:
         omitted_layers: Number of repeated layers that did not run.
         gathered_modules: Name patterns of the modules whose TP shards are gathered around their forward pass.
         has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary.
-        sharded_parameters: Number of parameters that TP shards.
+        has_sharded_parameters: True if TP shards a parameter.
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class RankForecast:
     omitted_layers: int = 0
     gathered_modules: tuple[str, ...] = ()
     has_sharded_logits: bool = False
-    sharded_parameters: int = 0
+    has_sharded_parameters: bool = False
 
     @property
     def peak(self) -> int:
@@ -162,7 +162,7 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
         input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
         gathered_modules=() if layout is None else tuple(dict.fromkeys(map(pattern_of, layout.gathered_modules))),
         has_sharded_logits=layout is not None and bool(layout.sharded_head),
-        sharded_parameters=0 if layout is None else sum(each is not None for each in layout.placements.values()),
+        has_sharded_parameters=layout is not None and any(each is not None for each in layout.placements.values()),
     )
 
 
