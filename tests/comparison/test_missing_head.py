@@ -33,11 +33,10 @@ def test_the_representation_of_a_report_has_the_verdict(tmp_path: Path) -> None:
     assert "(shape)" in repr(ckptx.verify(first, second))
 
 
-def test_an_unknown_argument_is_named_as_python_names_it() -> None:
+def test_an_unknown_option_suggests_only_a_similar_one() -> None:
     verify: Any = ckptx.verify
-    with pytest.raises(ArgumentTypeError, match="verify does not take dtyp; did you mean dtype") as caught:
+    with pytest.raises(ArgumentTypeError, match="verify does not take --dtyp; did you mean --dtype"):
         verify("a", "b", dtyp="fp32")
-    assert "--" not in str(caught.value)
     with pytest.raises(ArgumentTypeError) as unrelated:
         verify("a", "b", bogus=1)
     assert "did you mean" not in str(unrelated.value)
