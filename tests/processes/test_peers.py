@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -338,7 +339,7 @@ def test_a_store_that_does_not_come_is_logged(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int) -> None:
-    """All ranks end, with the same message, and the process that noticed it reports it."""
+    """All ranks end, with the same message, and the process that noticed it, the last one to join, reports it."""
     meeting = Meeting(2)
     words = f"rank {rank}: two processes have this RANK; give each process a RANK of its own"
 
@@ -355,7 +356,7 @@ def test_two_processes_of_one_rank(rank: int) -> None:
     others = [meeting.attend(each, lambda here: here.receive(1 - here.rank, "never")) for each in range(2)]
     results = together(*others, duplicate)
     assert [str(each) for each in results] == [words] * 3
-    assert [type(each) for each in results] == [PeerFailure, PeerFailure, EnvironmentProblem]
+    assert Counter(map(type, results)) == {PeerFailure: 2, EnvironmentProblem: 1}
 
 
 def test_a_store_that_nobody_brings_is_named() -> None:
