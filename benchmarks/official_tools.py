@@ -100,7 +100,7 @@ def copy_step(source: Path, work: Path) -> Step:
 
 
 def time_zero(work: Path, stage: int, rounds: int) -> tuple[list[Timing], list[Timing]]:
-    """Time conversions of a ZeRO checkpoint: of the masters, and of all tensors."""
+    """Time two conversions of a ZeRO checkpoint: to fp32 weights, and to all weights and optimizer state."""
     run_ranks(2, [Path(__file__), "--write", f"zero{stage}", work / "zero"])
     (step,) = (work / "zero").glob("global_step*")
     masters = ["--weights", "masters"] if stage < 3 else []

@@ -40,7 +40,7 @@ def stored(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def expected_tensors(weights: dict[str, Tensor], config: dict[str, Any], *, stacked: bool) -> dict[str, Tensor]:
-    """What Megatron stores, by its formulas in torch operations, with zeros as padding and both names of a norm."""
+    """Return the tensors that Megatron stores, computed with torch, with zeros as padding and both names of a norm."""
     tensors = to_megatron(weights, config, rows=ROWS, stacked=stacked, norms=TE_NORMS)
     for name in VOCABULARY:
         if name in tensors:

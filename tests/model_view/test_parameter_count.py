@@ -25,7 +25,7 @@ OTHER = value("F32", *tensors()[EMBEDDING][1], seed=99)
         ({HEAD: tensors()[EMBEDDING]}, COUNT, 1),
         ({HEAD: OTHER}, COUNT + VOCABULARY, 0),
         ({HEAD: tensors()[EMBEDDING], "teacher.weight": OTHER}, COUNT + VOCABULARY, 1),
-        # Equal layers are not tied: they may have been initialized alike.
+        # Equal layers are not tied: they may have equal initial values.
         ({"core.blocks.7.down.weight": tensors()["core.blocks.0.down.weight"]}, COUNT + 8 * 12, 0),
     ],
 )
