@@ -11,7 +11,7 @@ keep Megatron's order of elements, which no loader of the model can use; they ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,10 +113,12 @@ def map_megatron_names(
             f'{catalog.location}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
             f"{class_names[0]}; pass --base PATH with the config it was trained with, or --base none to keep the names"
         )
-    names = sorted(renamed.tensors, key=_order)
+    copies = _mtp_copies(renamed.tensors, class_names[0], config)
+    tensors = {**renamed.tensors, **{name: renamed.tensors[of].with_name(name) for name, of in copies.items()}}
+    names = sorted(tensors, key=_order)
     mapped = replace(
         catalog,
-        tensors={name: renamed.tensors[name] for name in names},
+        tensors={name: tensors[name] for name in names},
         objects={},
         planner_data=None,
         parts=(),
@@ -133,7 +135,9 @@ def map_megatron_names(
         {
             name: tuple(
                 dict.fromkeys(
-                    each for old in renamed.sources[name] for each in all_names[stored_name_by_layer_name[old]]
+                    each
+                    for old in renamed.sources[copies.get(name, name)]
+                    for each in all_names[stored_name_by_layer_name[old]]
                 )
             )
             for name in names
@@ -143,6 +147,15 @@ def map_megatron_names(
         conversions,
         tuple(_notes(catalog, stored, prefixes[0], str(class_names[0]), config, optimizer)),
     )
+
+
+def _mtp_copies(names: Collection[str], class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> name of the original, for the tensors that MTP layers have on the Hub and share in Megatron."""
+    return {
+        name: original
+        for name, original in megatron.mtp_copies(class_name, config).items()
+        if original in names and f"model.layers.{indices_of(name)[0]}.eh_proj.weight" in names
+    }
 
 
 def with_disk_names(catalog: Catalog, config: Mapping[str, Any] | None) -> Catalog:

@@ -18,7 +18,7 @@ from ckptx.architecture.trainer_naming import megatron
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.names import pattern_of
+from ckptx.mapping.name_index import NameIndex
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rewrite import merge
 from ckptx.mapping.rules import RenamedTensors, TrainerRules
@@ -39,6 +39,8 @@ class MegatronTensors:
         sources: Megatron name -> disk names of the tensors that it is made of.
         aliases: Second name of a tensor -> its name in `tensors`.
         computed: Disk names of buffers that Megatron computes; they are in no tensor.
+        copies: Disk name -> disk name of the original, for tensors of MTP layers that Megatron shares with the model;
+            they are in no tensor, and the caller checks that their bytes are equal.
         conversions: Conversions from Megatron's names, with an index for each layer, to disk names.
         layers: "stacked" if one tensor holds all layers, "separate" if there is one for each layer.
         vocabulary_rows: Rows of the vocabulary before padding, the largest number of the embedding and the output head.
@@ -49,6 +51,7 @@ class MegatronTensors:
     sources: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str]
     computed: tuple[str, ...]
+    copies: Mapping[str, str]
     conversions: tuple[Conversion, ...]
     layers: Layers
     vocabulary_rows: int
@@ -83,12 +86,18 @@ def make_megatron_tensors(
             f"{', '.join(megatron.known_classes())}; convert it with convert to-dcp or convert to-hf"
         )
     computed = tuple(name for name in tensors if name.endswith(_COMPUTED_SUFFIX))
-    stored = {name: entry for name, entry in tensors.items() if name not in computed}
+    copies = {
+        name: original
+        for name, original in megatron.mtp_copies(class_name, config).items()
+        if name in tensors and original in tensors
+    }
+    stored = {name: entry for name, entry in tensors.items() if name not in computed and name not in copies}
     rows = _vocabulary_rows(stored, megatron.conversions(class_name, config))
     padded_rows = -(-rows // vocabulary_multiple) * vocabulary_multiple
     conversions = megatron.conversions(class_name, config, padded_rows)
     _refuse_unknown(stored, conversions, class_name)
     renamed = TrainerRules(conversions).to_trainer(stored)
+    _refuse_later_layers(renamed, megatron.read_size(config, "num_hidden_layers"), class_name)
     by_layer, aliases = _name_expert_norms(renamed)
     sources = {name: renamed.sources[old] for name, old in by_layer.items()}
     found = {name: renamed.tensors[old].with_name(name) for name, old in by_layer.items()}
@@ -97,7 +106,7 @@ def make_megatron_tensors(
         _refuse_different_layers(found)
         found, sources = _stack(found, sources)
         aliases = {_stacked_name(name): _stacked_name(kept) for name, kept in aliases.items()}
-    return MegatronTensors(found, sources, aliases, computed, conversions, form, rows, padded_rows)
+    return MegatronTensors(found, sources, aliases, computed, copies, conversions, form, rows, padded_rows)
 
 
 def blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
@@ -133,8 +142,8 @@ def _refuse_unknown(tensors: Mapping[str, TensorEntry], conversions: Collection[
     Raises:
         UnsupportedError: There are some.
     """
-    patterns = {pattern for each in conversions for pattern in each.targets}
-    unknown = [name for name in tensors if pattern_of(name) not in patterns]
+    index = NameIndex(each.targets for each in conversions)
+    unknown = [name for name in tensors if next(index.find(name), None) is None]
     if not unknown:
         return
     quantized = next((name for name, entry in tensors.items() if not entry.dtype.is_castable), None)
@@ -150,6 +159,22 @@ def _refuse_unknown(tensors: Mapping[str, TensorEntry], conversions: Collection[
     )
 
 
+def _refuse_later_layers(renamed: RenamedTensors, layer_count: int, class_name: str) -> None:
+    """Refuse layers after the last one of the config, such as MTP layers of a class whose names have none.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    for name in renamed.tensors:
+        layer_name = megatron.split_layer_name(name)
+        if layer_name is not None and layer_name[0] >= layer_count:
+            raise UnsupportedError(
+                f'tensor "{renamed.sources[name][0]}": belongs to layer {layer_name[0]}, but config.json has '
+                f"num_hidden_layers {layer_count}, and {class_name} has no Megatron names for further layers; correct "
+                "the config, or remove the layer"
+            )
+
+
 def _name_expert_norms(renamed: RenamedTensors) -> tuple[dict[str, str], dict[str, str]]:
     """Return new name -> converted name, and alias -> new name, for the norms of layers with experts.
 
@@ -158,13 +183,11 @@ def _name_expert_norms(renamed: RenamedTensors) -> tuple[dict[str, str], dict[st
     new_names: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for name in renamed.tensors:
-        layer_name = megatron.split_layer_name(name)
+        module, suffix = megatron.split_module_name(name) or ("", name)
         new_name = name
-        if layer_name is not None and layer_name[1] == megatron.MLP_NORM:
-            layer = f"{megatron.LAYERS}.{layer_name[0]}"
-            if f"{layer}.{megatron.ROUTER}" in renamed.tensors:
-                new_name = f"{layer}.{megatron.EXPERT_NORM}"
-                aliases[name] = new_name
+        if suffix == megatron.MLP_NORM and f"{module}.{megatron.ROUTER}" in renamed.tensors:
+            new_name = f"{module}.{megatron.EXPERT_NORM}"
+            aliases[name] = new_name
         new_names[new_name] = name
     return new_names, aliases
 

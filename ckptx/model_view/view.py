@@ -473,7 +473,7 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
 
     reader = TensorReader(files)
     for name, first_name in duplicates.items():
-        difference = _difference(reader, view.catalog.tensors[first_name], view.catalog.tensors[name])
+        difference = difference_between(reader, view.catalog.tensors[first_name], view.catalog.tensors[name])
         if difference is not None:
             is_outside = bool(view.prefix) and first_name == view.prefix + name
             advice = f'choose the first with --source-prefix "{view.prefix}"' if is_outside else "remove one of them"
@@ -493,8 +493,8 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
     )
 
 
-def _difference(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | None:
-    """Return the first property in which two tensors differ; None if they have the same bytes."""
+def difference_between(reader: TensorReader, a: TensorEntry, b: TensorEntry) -> str | None:
+    """Return the first property in which two tensors differ, such as `have different bytes`; None if they are equal."""
     from ckptx.transfer.digest_sink import digest_tensor
 
     if a.dtype is not b.dtype:

@@ -276,9 +276,9 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
         "holds 2 Megatron models",
     ),
     "another class": (
-        with_settings(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3"),
+        with_settings(architectures=["GptOssForCausalLM"], model_type="gpt_oss"),
         4,
-        "DeepseekV3ForCausalLM: the tensors have Megatron's names, which are mapped for LlamaForCausalLM, Mistral",
+        "GptOssForCausalLM: the tensors have Megatron's names, which are mapped for DeepseekV2ForCausalLM, Deep",
     ),
     "a quantized class of the same shapes": (
         with_settings(architectures=["GemmaForCausalLM"], model_type="gemma"),

@@ -15,15 +15,16 @@ class.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.correction_types import expand_braces
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
+from ckptx.architecture.trainer_naming.mtp import mtp_layers, shared_tensors
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.names import is_state_prefix, pattern_of
+from ckptx.mapping.names import is_state_prefix
 from ckptx.mapping.ops import Conversion, Op
 
 TRAINER = "megatron"
@@ -34,17 +35,50 @@ _SAME, _VOCABULARY, _QKV, _GATE_UP = "same", "vocabulary", "q, k and v", "gate a
 _EXPERTS, _GATE_UP_OF_EXPERTS = "experts", "gate and up of experts"
 
 # (Megatron name, operation, name on the Hub). Some tensors have two names: the layer norm before a linear layer is part
-# of that layer with TransformerEngine, and a module of its own without.
-_COMMON = (
+# of that layer with TransformerEngine, and a module of its own without. The first name is written.
+_OUTER = (
     ("embedding.word_embeddings.weight", _VOCABULARY, "model.embed_tokens.weight"),
-    ("decoder.layers.*.self_attention.linear_qkv.layer_norm_weight", _SAME, "model.layers.*.input_layernorm.weight"),
-    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
-    ("decoder.layers.*.self_attention.linear_qkv.weight", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.weight"),
+    ("decoder.final_layernorm.weight", _SAME, "model.norm.weight"),
+    ("output_layer.weight", _VOCABULARY, "lm_head.weight"),
+)
+_LAYER = (
     ("decoder.layers.*.self_attention.linear_proj.weight", _SAME, "model.layers.*.self_attn.o_proj.weight"),
     ("decoder.layers.*.mlp.linear_fc1.layer_norm_weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
     ("decoder.layers.*.pre_mlp_layernorm.weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
-    ("decoder.final_layernorm.weight", _SAME, "model.norm.weight"),
-    ("output_layer.weight", _VOCABULARY, "lm_head.weight"),
+)
+_COMMON = (
+    *_OUTER,
+    *_LAYER,
+    ("decoder.layers.*.self_attention.linear_qkv.layer_norm_weight", _SAME, "model.layers.*.input_layernorm.weight"),
+    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
+    ("decoder.layers.*.self_attention.linear_qkv.weight", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.weight"),
+)
+# Multi-head latent attention: q and kv each have a projection down, a norm, and a projection up; q may have one alone.
+_LATENT_ATTENTION = (
+    *_OUTER,
+    *_LAYER,
+    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
+    ("decoder.layers.*.self_attention.linear_q_proj.weight", _SAME, "model.layers.*.self_attn.q_proj.weight"),
+    ("decoder.layers.*.self_attention.linear_q_down_proj.weight", _SAME, "model.layers.*.self_attn.q_a_proj.weight"),
+    (
+        "decoder.layers.*.self_attention.linear_q_up_proj.layer_norm_weight",
+        _SAME,
+        "model.layers.*.self_attn.q_a_layernorm.weight",
+    ),
+    ("decoder.layers.*.self_attention.q_layernorm.weight", _SAME, "model.layers.*.self_attn.q_a_layernorm.weight"),
+    ("decoder.layers.*.self_attention.linear_q_up_proj.weight", _SAME, "model.layers.*.self_attn.q_b_proj.weight"),
+    (
+        "decoder.layers.*.self_attention.linear_kv_down_proj.weight",
+        _SAME,
+        "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
+    ),
+    (
+        "decoder.layers.*.self_attention.linear_kv_up_proj.layer_norm_weight",
+        _SAME,
+        "model.layers.*.self_attn.kv_a_layernorm.weight",
+    ),
+    ("decoder.layers.*.self_attention.kv_layernorm.weight", _SAME, "model.layers.*.self_attn.kv_a_layernorm.weight"),
+    ("decoder.layers.*.self_attention.linear_kv_up_proj.weight", _SAME, "model.layers.*.self_attn.kv_b_proj.weight"),
 )
 _DENSE_MLP = (
     ("decoder.layers.*.mlp.linear_fc1.weight", _GATE_UP, "model.layers.*.mlp.{gate,up}_proj.weight"),
@@ -68,6 +102,20 @@ _EXPERT_MLP = (
         "model.layers.*.mlp.experts.*.down_proj.weight",
     ),
 )
+# Experts for every token, next to those that the router selects, and the bias of each expert for load balancing.
+_SHARED_EXPERTS = (
+    (
+        "decoder.layers.*.mlp.shared_experts.linear_fc1.weight",
+        _GATE_UP,
+        "model.layers.*.mlp.shared_experts.{gate,up}_proj.weight",
+    ),
+    (
+        "decoder.layers.*.mlp.shared_experts.linear_fc2.weight",
+        _SAME,
+        "model.layers.*.mlp.shared_experts.down_proj.weight",
+    ),
+    ("decoder.layers.*.mlp.router.expert_bias", _SAME, "model.layers.*.mlp.gate.e_score_correction_bias"),
+)
 _BLOCK_SPARSE_EXPERTS = (
     ("decoder.layers.*.mlp.router.weight", _SAME, "model.layers.*.block_sparse_moe.gate.weight"),
     (
@@ -89,7 +137,20 @@ FORMS = {
     "head_norms": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP),
     "head_norms_and_experts": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP, *_EXPERT_MLP),  # some layers can be dense
     "block_sparse_moe": (*_COMMON, *_BLOCK_SPARSE_EXPERTS),
+    "shared_experts": (*_COMMON, *_QKV_BIAS, *_HEAD_NORMS, *_DENSE_MLP, *_EXPERT_MLP, *_SHARED_EXPERTS),
+    "latent_attention_and_experts": (*_LATENT_ATTENTION, *_DENSE_MLP, *_EXPERT_MLP, *_SHARED_EXPERTS),
 }
+
+# A layer for multi-token prediction (MTP) has these tensors, and those of a decoder layer in a module of its own, whose
+# name is another one in megatron-core 0.16 and earlier.
+_MTP = (
+    ("enorm.weight", "enorm.weight"),
+    ("hnorm.weight", "hnorm.weight"),
+    ("eh_proj.weight", "eh_proj.weight"),
+    ("final_layernorm.weight", "shared_head.norm.weight"),
+)
+_MTP_LAYER, _OLD_MTP_LAYER = "mtp_model_layer", "transformer_layer"
+_FORMS_WITH_MTP = frozenset({"shared_experts", "latent_attention_and_experts"})
 
 _OPERATION_BY_NAME = {name: operation for rows in FORMS.values() for name, operation, _ in rows}
 # Names below a layer. With TransformerEngine, the norm before experts is a module of its own; without, Megatron stores
@@ -101,6 +162,7 @@ VOCABULARY = frozenset(name for name, operation, _ in _COMMON if operation == _V
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:(\d+)\.)?")
+_MTP_LAYER_NAME = re.compile(rf"mtp\.layers\.\d+\.(?:{_MTP_LAYER}|{_OLD_MTP_LAYER})\.")
 
 
 def find_prefixes(names: Collection[str]) -> list[str]:
@@ -124,6 +186,16 @@ def split_layer_name(name: str) -> tuple[int, str] | None:
     return None if match is None or match[1] is None else (int(match[1]), name[match.end() :])
 
 
+def split_module_name(name: str) -> tuple[str, str] | None:
+    """Return the module of one decoder layer, also of one inside an MTP layer, and the part of the name below it."""
+    match = _MTP_LAYER_NAME.match(name)
+    if match is None:
+        match = _LAYER_NAME.match(name)
+        if match is None or match[1] is None:
+            return None
+    return name[: match.end() - 1], name[match.end() :]
+
+
 def block_shape(name: str, shape: Shape) -> Shape:
     """Return the shape of the blocks in which Megatron stores a tensor without tensor parallelism.
 
@@ -134,7 +206,9 @@ def block_shape(name: str, shape: Shape) -> Shape:
         shape: Shape of the tensor.
     """
     suffix = layer_suffix(name)
-    operation = _OPERATION_BY_NAME.get(pattern_of(name if suffix is None else f"{LAYERS}.0.{suffix}"))
+    module = split_module_name(name)
+    below_layer = suffix if module is None else module[1]
+    operation = _OPERATION_BY_NAME.get(name if below_layer is None else f"{LAYERS}.*.{below_layer}")
     sizes = list(shape)
     dim = 0
     for has_dim in (suffix is not None, operation in (_EXPERTS, _GATE_UP_OF_EXPERTS)):
@@ -154,6 +228,19 @@ def known_classes() -> list[str]:
 def form_of(class_name: str) -> str | None:
     """Return the form of the names of a class, a key of `FORMS`; None if they are unknown."""
     return find_form("megatron", class_name, FORMS)
+
+
+def mtp_copies(class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return name on the Hub -> name of the original, for tensors that Megatron's MTP layers share with the model.
+
+    Args:
+        class_name: Name as in `architectures` of `config.json`.
+        config: Contents of `config.json`.
+
+    Raises:
+        InputError: The config has an invalid number of layers.
+    """
+    return shared_tensors(config) if form_of(class_name) in _FORMS_WITH_MTP else {}
 
 
 def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | None = None) -> tuple[Conversion, ...]:
@@ -176,10 +263,31 @@ def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | N
             f"{class_name}: the tensors have Megatron's names, which are mapped for {known} only; "
             "pass --base none to keep the names"
         )
-    return tuple(
+    rows = tuple(
         Conversion((name,), tuple(expand_braces(disk_name)), _ops(operation, config, padded_rows))
         for name, operation, disk_name in FORMS[form]
     )
+    # The names of MTP layers come first: on the Hub, these are layers after the last one.
+    return (*(_mtp_conversions(rows, config) if form in _FORMS_WITH_MTP else ()), *rows)
+
+
+def _mtp_conversions(rows: Iterable[Conversion], config: Mapping[str, Any]) -> Iterator[Conversion]:
+    """Yield the conversions of MTP layers: layer k of `mtp.layers` is layer `num_hidden_layers` + k on the Hub.
+
+    Raises:
+        InputError: See `mtp_layers`.
+    """
+    for index, layer in enumerate(mtp_layers(config)):
+        for name, hub in _MTP:
+            yield Conversion((f"mtp.layers.{index}.{name}",), (f"model.layers.{layer}.{hub}",))
+        for module in (_MTP_LAYER, _OLD_MTP_LAYER):
+            for each in rows:
+                if each.sources[0].startswith(f"{LAYERS}.*."):
+                    yield Conversion(
+                        (each.sources[0].replace(f"{LAYERS}.*", f"mtp.layers.{index}.{module}", 1),),
+                        tuple(target.replace("layers.*", f"layers.{layer}", 1) for target in each.targets),
+                        each.ops,
+                    )
 
 
 def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> tuple[Op, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptx.architecture.configs import read_flag
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
+from ckptx.architecture.trainer_naming.mtp import mtp_layers
 from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
@@ -85,7 +86,6 @@ _LEGACY_NAMES = {
 }
 _BUFFERS = frozenset({"layers.*.moe.expert_bias_E", "layers.*.moe.expert_bias"})
 _EXPERTS = re.compile(r"((?:mtp_)?layers\.\d+\.moe)\.routed_experts\.inner_experts\.w1_EFD")
-_MAX_MTP_LAYERS = 64
 
 
 def form_of(class_name: str) -> str | None:
@@ -140,22 +140,15 @@ def _mtp_conversions(of_layers: list[Conversion], config: Mapping[str, Any]) -> 
     """Yield the conversions of the MTP layers: layer k in `mtp_layers` is layer `num_hidden_layers` + k on the Hub.
 
     Raises:
-        InputError: The config has an invalid number of layers.
+        InputError: See `mtp_layers`.
     """
-    count = config.get("num_nextn_predict_layers") or 0
-    first = config.get("num_hidden_layers")
-    if not isinstance(count, int) or not isinstance(first, int) or not 0 <= count <= _MAX_MTP_LAYERS:
-        raise InputError(
-            f"config.json: num_hidden_layers {first!r} and num_nextn_predict_layers {count!r} must be the numbers of "
-            f"layers and of at most {_MAX_MTP_LAYERS} MTP layers; take config.json from the original model"
-        )
     conversions = [*of_layers, *(Conversion((name,), (hub,)) for name, hub in _MTP_NAMES)]
-    for index in range(count):
+    for index, layer in enumerate(mtp_layers(config)):
         for each in conversions:
             name, hub = each.sources[0], each.targets[0]
             if name.startswith("layers.*."):
                 name = name.replace("layers.*", f"mtp_layers.{index}", 1)
-                yield Conversion((name,), (hub.replace("layers.*", f"layers.{first + index}", 1),), each.ops)
+                yield Conversion((name,), (hub.replace("layers.*", f"layers.{layer}", 1),), each.ops)
 
 
 def buffers_to_add(tensors: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:

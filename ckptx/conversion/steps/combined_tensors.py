@@ -11,13 +11,15 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget, NameMap, SchemeChange
 from ckptx.conversion.steps.recorded_config import check_recorded_config
+from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rewrite import ZEROS_FILE
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.megatron_tensors import Layers, MegatronTensors, make_megatron_tensors
-from ckptx.model_view.view import ModelView
+from ckptx.model_view.view import ModelView, difference_between
 from ckptx.quantization.computed_files import ComputedFiles, FileOfZeros
 from ckptx.storage.interface import SourceFiles
+from ckptx.transfer.stream import TensorReader
 
 _COMPUTED_REASON = "buffer that Megatron computes from the config"
 
@@ -79,6 +81,7 @@ def combine_for_megatron(
         layers=layers,
         vocabulary_multiple=vocabulary_multiple,
     )
+    _refuse_changed_copies(target, made, files)
     tensors = {
         name: entry._replace(dtype=_common_dtype(name, made, target.tensors)) for name, entry in made.tensors.items()
     }
@@ -106,8 +109,14 @@ def combine_for_megatron(
         result,
         ComputedFiles(files, {ZEROS_FILE: FileOfZeros(max(padding))}) if padding else files,
         tuple(
-            {"name": stored, "reason": _COMPUTED_REASON}
-            for name in made.computed
+            {"name": stored, "reason": reason}
+            for name, reason in (
+                *((name, _COMPUTED_REASON) for name in made.computed),
+                *(
+                    (name, f"copy of {original}, which Megatron's MTP layers use")
+                    for name, original in made.copies.items()
+                ),
+            )
             for stored in target.stored_names[name]
         ),
         {
@@ -118,6 +127,23 @@ def combine_for_megatron(
         },
         sum(padding),
     )
+
+
+def _refuse_changed_copies(target: TargetTensors, made: MegatronTensors, files: SourceFiles) -> None:
+    """Compare the copies of tensors in MTP layers with their originals.
+
+    Raises:
+        UnsupportedError: One is different.
+    """
+    reader = TensorReader(files)
+    for name, original in made.copies.items():
+        copy, first = (target.source.tensors[target.source_names[each]] for each in (name, original))
+        difference = difference_between(reader, first, copy)
+        if difference is not None:
+            raise UnsupportedError(
+                f'tensors "{original}" and "{name}": {difference}, but Megatron has one tensor for both; copy the '
+                "first over the second if the MTP layer shall use it, or convert with convert to-dcp or convert to-hf"
+            )
 
 
 def _common_dtype(name: str, made: MegatronTensors, tensors: Mapping[str, TensorEntry]) -> DType:

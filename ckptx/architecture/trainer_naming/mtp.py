@@ -1,0 +1,48 @@
+"""Layers for multi-token prediction (MTP), which are layers after the last one on the Hub and a list in trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptx.errors import InputError
+
+_MAX_MTP_LAYERS = 64
+
+# Modules of an MTP layer that are copies of the model's own, by the name of the original.
+_SHARED_MODULES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+
+
+def mtp_layers(config: Mapping[str, Any]) -> range:
+    """Return the indices of the MTP layers on the Hub: `num_nextn_predict_layers` from `num_hidden_layers` on.
+
+    Args:
+        config: Contents of `config.json`.
+
+    Raises:
+        InputError: The config has an invalid number of layers.
+    """
+    count = config.get("num_nextn_predict_layers") or 0
+    first = config.get("num_hidden_layers")
+    if not isinstance(count, int) or not isinstance(first, int) or not 0 <= count <= _MAX_MTP_LAYERS:
+        raise InputError(
+            f"config.json: num_hidden_layers {first!r} and num_nextn_predict_layers {count!r} must be the numbers of "
+            f"layers and of at most {_MAX_MTP_LAYERS} MTP layers; take config.json from the original model"
+        )
+    return range(first, first + count)
+
+
+def shared_tensors(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> name of the original, for tensors of MTP layers that repeat the embedding and the output head.
+
+    Args:
+        config: Contents of `config.json`.
+
+    Raises:
+        InputError: See `mtp_layers`.
+    """
+    return {
+        f"model.layers.{layer}.{copy}": original
+        for layer in mtp_layers(config)
+        for original, copy in _SHARED_MODULES.items()
+    }
