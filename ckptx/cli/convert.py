@@ -40,9 +40,9 @@ def _alias_text(entry: Command) -> str:
 def convert_group(**_: object) -> None:
     """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist.
 
-    The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP,
-    per-rank FSDP files (verl), DeepSpeed files, torch_checkpointing, or sharded safetensors (with the shards of one
-    rank in each file, as reshard writes).
+    The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP
+    (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed files, files of the torch_checkpointing library,
+    or sharded safetensors (with the shards of one rank in each file, as reshard writes).
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:

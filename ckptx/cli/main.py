@@ -54,7 +54,8 @@ def cli(**_: object) -> None:
 
     Run `ckptx COMMAND --help` for the options of a command. Options can also be set in ckptx.toml (workers = 8; for one
     command in a table such as [reshard] or [convert.to-dcp]), in pyproject.toml ([tool.ckptx]) and, for all commands,
-    by environment variables such as CKPTX_WORKERS=8; `ckptx env` lists those that are set.
+    by environment variables such as CKPTX_WORKERS=8; `ckptx env` lists the
+    options that are set in any of these.
 
     Exit code 0: success; 1: a difference, a failed check, or a forecast that does not fit in memory; others: an error,
     such as 2 for an invalid option, and 6 for too little memory or disk space. All codes:

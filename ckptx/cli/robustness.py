@@ -23,7 +23,7 @@ from ckptx.report.report import Report
     ],
 )
 def command(call: CommandCall) -> int:
-    """Run the training that RECIPE describes several times, and test that its checkpoints can be reloaded, exported,
+    """Run the training of RECIPE several times, and test that its checkpoints can be reloaded, exported,
     resharded and resumed exactly.
 
     A recipe is a YAML file with model, data, batch sizes, mesh and optimizer of a short training run, or with the

@@ -67,7 +67,7 @@ COMMANDS: Mapping[str, Command] = {
         "ckptx.comparison.headers:diff",
     ),
     "verify": Command(
-        "Compare two checkpoints bit for bit, with --run also the outputs of their models",
+        "Compare two checkpoints bit for bit, or with --run the outputs of their models",
         ["verify:CompareOptions", "verify:CompareRunOptions"], "ckptx.api.verify:verify",
         "output:ReportOutput",
     ),

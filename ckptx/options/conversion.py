@@ -65,9 +65,9 @@ BASE = Option(
 SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
-    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, per-rank FSDP files, "
-    "DeepSpeed files, torch_checkpointing, or sharded safetensors with the shards of one rank in each file, as reshard "
-    "writes): a directory, file, index or Hub id."
+    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also "
+    "Megatron torch_dist, per-rank FSDP files, DeepSpeed files, files of the torch_checkpointing library, or sharded safetensors with the "
+    "shards of one rank in each file, as reshard writes): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."
 
@@ -266,7 +266,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     optimizer: Annotated[
         OptimizerMode | None,
         OPTIMIZER._replace(
-            help="Optimizer and other training state; always dropped, because safetensors cannot hold it.",
+            help="Optimizer and other training state; always dropped, because HF checkpoints have no place for it.",
             metavar="drop",
             default="drop",
             is_hidden=True,
@@ -279,7 +279,7 @@ class ToHfOptions(ConversionOptions, kw_only=False):
             OUTPUT_CHECKPOINT,
             parse=parse_size,
             replaces=("shard_size", "max_file_size"),
-            default=f"the original shards if ckptx.json in SRC has them, else {SHARD_SIZE}",
+            default=f"as the HF files that SRC was converted from, if its ckptx.json records them, else {SHARD_SIZE}",
         ),
     ] = None
     index: Annotated[
@@ -289,8 +289,9 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     quantize: Annotated[
         Literal["base"] | None,
         Option(
-            "Quantize the weights that are quantized in --base, in the same scheme. Unchanged weights, which equal the "
-            "dequantized base in bf16, are copied from the base. Other tensors are cast to their dtypes in the base.",
+            "Quantize the weights that are quantized in --base, in the same scheme. Those that still equal the "
+            "dequantized base in bf16 are copied from the base. Tensors that the base does not quantize are cast to "
+            "their dtypes in the base.",
             OUTPUT_CHECKPOINT,
             requires=[Requirement("base")],
             excludes=("dequantize", "dtype"),
@@ -345,8 +346,8 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     layers: Annotated[
         Literal["stacked", "separate"] | None,
         Option(
-            "Layers: stacked (one tensor for all layers, which have the same tensors) or separate (one for each layer, "
-            "as Megatron stores them with hetereogenous_dist_checkpoint or a list as moe_layer_freq).",
+            "Layers: stacked (one tensor for all layers; requires that all have the same tensors) or separate (one for "
+            "each layer, as Megatron stores them if hetereogenous_dist_checkpoint is set or moe_layer_freq is a list).",
             OUTPUT_CHECKPOINT,
             default="stacked if all layers have the same tensors, else separate",
         ),
@@ -354,8 +355,8 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     pad_vocab_to_multiple_of: Annotated[
         int,
         Option(
-            "Pad embedding and output head with rows of zeros to a multiple of this; 1 does not pad. Megatron-LM pads "
-            "to make_vocab_size_divisible_by (128) times the TP size, and loads other sizes as well.",
+            "Pad embedding and output head with rows of zeros to a multiple of this; 1 does not pad. Megatron-LM loads "
+            "any size; its own checkpoints have a multiple of make_vocab_size_divisible_by (128) times the TP size.",
             OUTPUT_CHECKPOINT,
             metavar="N",
             minimum=1,
@@ -416,7 +417,8 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
             "Output format: dcp, or safetensors (sharded safetensors: each file has shards of one rank, with their "
             "offsets).",
             OUTPUT_CHECKPOINT,
-            default="dcp if SRC is a DCP, per-rank FSDP files, DeepSpeed or torch_checkpointing, else safetensors",
+            default="dcp if SRC is a DCP, per-rank FSDP files, DeepSpeed or torch_checkpointing, else safetensors "
+            "(without optimizer state)",
         ),
     ] = None
 

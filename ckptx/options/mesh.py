@@ -75,8 +75,8 @@ class StageSplitOptions(MeshOptions):
     pp_split: Annotated[
         str,
         Option(
-            "Assignment of layers to stages, e.g. of 10 layers to 4 stages: even (3,3,2,2), vllm (2,3,3,2: extra "
-            "layers before the last stage), torchtitan (2,3,3,2: embedding and head count as a layer each), hf "
+            "Assignment of layers to stages, e.g. of 10 layers to 4 stages: even (3,3,2,2), vllm (2,3,3,2, as vLLM: "
+            "extra layers before the last stage), torchtitan (2,3,3,2: embedding and head count as a layer each), hf "
             "(2,2,2,4: extra layers on the last stage), or the layer count of each stage.",
             LAYOUT,
             metavar="even|vllm|torchtitan|hf|a,b,c",

@@ -305,7 +305,7 @@ def _mesh_description(layout: Layout) -> Markup:
             "ranks{}"
         ).format(
             dims.tp, dims.pp, dims.dp_shard, counted(dims.world_size, "rank"),
-            "; a color stands for the same coordinates in each stage." if dims.pp > 1 else ".",
+            "; ranks with the same TP and DP rank have the same color in each stage." if dims.pp > 1 else ".",
         )  # fmt: skip
     num_replicated = layout.once_stored_count
     if num_replicated:
@@ -416,9 +416,10 @@ def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -
     patterns = counted(len({group.pattern for group in groups}), "pattern")
     sharded = f"{layout.sharded_count:,}" if layout.sharded_count else "none"
     num_unlisted, storing_tp_ranks = len(groups) - _MAX_ROWS, layout.storing_tp_ranks()
+    holder = "rank" if layout.has_ranks else "file"
     return TensorList(
         lead=f"{counted(sum(group.count for group in groups), 'tensor')} in {patterns}; {sharded} sharded. "
-        "Select a tensor to see its shards, or a rank or file above to see what it stores.",
+        f"Select a tensor to see its shards, or a {holder} above to see what it stores.",
         rows=[
             _tensor_row(layout, index, group, storing_tp_ranks.get(group.sharding_index))
             for index, group in listed_groups

@@ -76,10 +76,10 @@ _UNCHECKED_REASONS: Mapping[str, str] = {
 }
 # Name of an exact check -> what it counts, and its result if it passed; other checks find identical items.
 _PASSED_TEXTS = {
-    "reference files": ("file", "unchanged"),
+    "reference files": ("file of the uninterrupted run", "unchanged"),
     "readable": ("checkpoint", "readable"),
     "finite": ("item", "finite"),
-    "memory": ("measurement", "within the baseline"),
+    "memory": ("measurement", "not above the level after warmup"),
 }
 _SETTING_NAMES = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
 

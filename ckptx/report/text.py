@@ -106,8 +106,8 @@ def conversion_text(report: ConversionReport) -> str:
 
 
 def _scheme_text(row: Mapping[str, Any]) -> str:
-    """Return the scheme of quantized tensors: `45 tensors (fp8, blocks of 128 x 128, F32 scales), 1.20 GiB`."""
-    return f"{counted(row['tensors'], 'tensor')} ({row['scheme']}), {human_bytes(row['bytes'])}"
+    """Return the scheme of quantized weights: `45 weights (fp8, blocks of 128 x 128, F32 scales), 1.20 GiB`."""
+    return f"{counted(row['tensors'], 'weight')} ({row['scheme']}), {human_bytes(row['bytes'])}"
 
 
 def _names_line(names: Mapping[str, Any]) -> str:
@@ -280,7 +280,7 @@ def inspect_text(report: InspectionReport) -> str:
         )
     if report.quantization:
         plain = report.quantization["not_quantized"]
-        lines += [f"  quantized     {_scheme_text(row)}" for row in report.quantization["schemes"]]
+        lines += [f"  quantized     {_scheme_text(row)} with scales" for row in report.quantization["schemes"]]
         lines.append(f"  not quantized {counted(plain['tensors'], 'tensor')}, {human_bytes(plain['bytes'])}")
         lines.append(f"  size in BF16  {human_bytes(report.quantization['dequantized_bytes'])}, if dequantized")
     if report.other_files:
@@ -322,7 +322,11 @@ def _tensor_total_text(report: InspectionReport) -> str:
 
 def diff_text(report: DiffReport) -> str:
     """Return the summary that `diff` prints."""
-    lines = [f"tied: {row['name']} only in {row['only_in']}, tied to {row['tied_to']}" for row in report.tied_tensors]
+    lines = [
+        f"tied: {row['name']} is stored only in {row['only_in']}, and tied to {row['tied_to']} in the other (no "
+        "difference)"
+        for row in report.tied_tensors
+    ]
     lines += _difference_lines(report.differing, ("A", "B"))
     if report.exit:
         lines.append(_different_text(report))

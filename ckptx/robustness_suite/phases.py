@@ -177,7 +177,7 @@ def check_other_layouts(session: Session) -> Findings:
     if _trains_with_dropout(session):
         findings.title = "resharded for another mesh, state is equal and training without dropout matches"
         findings.notes.append(
-            "these runs, and the run without-dropout that they are compared with, have no dropout, because its masks "
+            "these runs, and the run that they are compared with (without-dropout), have dropout 0, because its masks "
             "depend on the mesh"
         )
     checkpoint = session.uninterrupted_checkpoint(step)

@@ -163,7 +163,7 @@ def test_a_passed_check_says_what_was_found() -> None:
     found = Page(robustness_page(robust(phases=[phase("resume", True, *rows, skipped)]), "small"))
     assert [each.text.strip() for each in found.all("li")] == [
         "sharded as the recipe requires", "finite 3 items finite", "readable 3 checkpoints readable",
-        "memory 3 measurements within the baseline", "model 3 items identical",
+        "memory 3 measurements not above the level after warmup", "model 3 items identical",
         "replicas skipped: no replicated state",
     ]  # fmt: skip
     assert "1.2 s, 1 check skipped: replicas" in found.all("article", "phase")[0].text
