@@ -26,6 +26,7 @@ from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rewrite import unmerge
 from ckptx.mapping.rules import TrainerRules
+from ckptx.model_view.megatron_arguments import check_recorded_arguments
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted
 
@@ -90,6 +91,7 @@ def map_megatron_names(
             "one of them to a checkpoint of its own"
         )
     conversions = megatron.conversions(str(class_names[0]), config)
+    notes_on_arguments = [] if files is None else check_recorded_arguments(catalog, config, files)
     stored, dropped = _split_names(catalog, prefixes[0])
     second_names = _second_names(catalog, stored)
     stored = {name: short for name, short in stored.items() if name not in second_names}
@@ -145,7 +147,7 @@ def map_megatron_names(
         dropped,
         optimizer,
         conversions,
-        tuple(_notes(catalog, stored, prefixes[0], str(class_names[0]), config, optimizer)),
+        (*_notes(catalog, stored, prefixes[0], str(class_names[0]), config, optimizer), *notes_on_arguments),
     )
 
 

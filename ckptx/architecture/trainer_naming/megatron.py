@@ -296,18 +296,7 @@ def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> 
         size = read_size(config, "vocab_size")
         return (Op("truncate", args=(size,) if padded_rows is None else (size, padded_rows)),)
     if operation == _QKV:
-        heads = read_size(config, "num_attention_heads")
-        kv_heads = heads if config.get("num_key_value_heads") is None else read_size(config, "num_key_value_heads")
-        if heads % kv_heads:
-            raise InputError(
-                f"config.json: num_attention_heads is {heads}, which is not a multiple of num_key_value_heads "
-                f"({kv_heads}); correct it"
-            )
-        head_dim = (
-            read_size(config, "hidden_size") // heads
-            if config.get("head_dim") is None
-            else read_size(config, "head_dim")
-        )
+        heads, kv_heads, head_dim = head_counts(config)
         return (Op("split_groups", args=(kv_heads, heads // kv_heads * head_dim, head_dim, head_dim)),)
     return {
         _SAME: (),
@@ -315,6 +304,28 @@ def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> 
         _EXPERTS: (Op("unmerge"),),
         _GATE_UP_OF_EXPERTS: (Op("chunk", 1), Op("unmerge")),
     }[operation]
+
+
+def head_counts(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the number of attention heads, the number of key-value heads, and the size of a head.
+
+    Args:
+        config: Contents of `config.json`.
+
+    Raises:
+        InputError: One is missing or invalid, or the heads do not form groups of equal size.
+    """
+    heads = read_size(config, "num_attention_heads")
+    kv_heads = heads if config.get("num_key_value_heads") is None else read_size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: num_attention_heads is {heads}, which is not a multiple of num_key_value_heads "
+            f"({kv_heads}); correct it"
+        )
+    head_dim = (
+        read_size(config, "hidden_size") // heads if config.get("head_dim") is None else read_size(config, "head_dim")
+    )
+    return heads, kv_heads, head_dim
 
 
 def read_size(config: Mapping[str, Any], key: str) -> int:
