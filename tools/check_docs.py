@@ -13,22 +13,12 @@ The language of a fence decides how its block is checked:
 A block that cannot run here has `<!-- not run: REASON -->` on the line above it; the summary lists these blocks with
 their reasons. `--write` replaces the output in a `console` block by what its commands print now.
 
-The blocks of a page run in order and find these checkpoints in their directory:
-
-    model                         the checkpoint of `make demo`
-    MODEL                         a small checkpoint of the same class
-    MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32 x 32
-    step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
-                                  optimizer state, but no config
-    outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
-    state-1000                    the same as accelerate writes it with FSDP and SHARDED_STATE_DICT
+The blocks of a page run in order and find the checkpoints of `docs_checkpoints.py` in their directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import os
 import re
 import shutil
@@ -36,13 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -179,84 +165,6 @@ def _run_process(command: list[str], directory: Path) -> subprocess.CompletedPro
     )
 
 
-def write_checkpoints(directory: Path) -> None:
-    """Write the checkpoints that the blocks of a page find in their directory, see the docstring of this module."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    import demo_checkpoint
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    import ckptx
-
-    demo_checkpoint.main(directory / "model")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 256}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
-    state, trained = model.state_dict(), dict(model.named_parameters())  # in `trained`, tied parameters are once
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
-    _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
-    counter = {"train_state": {"step": torch.tensor(1000)}}
-    _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
-    _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
-    _save_dcp({"optimizer": optimizer_of(trained)}, directory / "state-1000" / "optimizer_0")
-
-    with tempfile.TemporaryDirectory() as work:
-        float32, renamed = Path(work, "float32"), Path(work, "renamed")
-        model.save_pretrained(float32)
-        report = ckptx.convert("to-dcp", float32, renamed, names="torchtitan", tied="drop")
-        entries = ckptx.open_checkpoint(renamed).tensors
-        titan_tensors = {name: torch.empty(entry.shape) for name, entry in entries.items()}
-        assert report.tensors == len(titan_tensors)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about a single process
-            dcp.load(titan_tensors, checkpoint_id=renamed, no_dist=True)
-    titan_state = {**titan_tensors, "optimizer": optimizer_of(titan_tensors), **counter}
-    _save_dcp(titan_state, directory / "outputs" / "checkpoint" / "step-1000")
-
-
-def _write_fp8(model: Path, path: Path) -> None:
-    """Write a checkpoint with its projections in fp8, in blocks of 32 x 32."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(model, path)
-    tensors: dict[str, Tensor] = {}
-    for name, weight in load_file(path / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = weight
-            continue
-        blocks = weight.float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
-        scale = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale_inv"] = codes.reshape(weight.shape), scale
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
-    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:
-    """Return the state of Adam after 1,000 steps, by parameter name."""
-    import torch
-
-    return {
-        "state": {
-            name: {"exp_avg": torch.rand_like(each), "exp_avg_sq": torch.rand_like(each), "step": torch.tensor(1000.0)}
-            for name, each in parameters.items()
-        }
-    }
-
-
-def _save_dcp(state: dict[str, object], path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about a single process
-        dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
 def run_and_write(block: Block, directory: Path) -> str:
     """Run a session and replace the output in its page by the current one.
 
@@ -307,6 +215,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckptx-docs-") as work:
         checkpoints, programs_directory = Path(work, "checkpoints"), Path(work, "programs")
         if not options.list:
+            sys.path.insert(0, str(Path(__file__).parent))
+            from docs_checkpoints import write_checkpoints  # imports torch, which --list does not need
+
             write_checkpoints(checkpoints)
             programs_directory.mkdir()
         for block in filter(lambda block: block.is_run, blocks):
