@@ -189,8 +189,9 @@ class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
     Attributes:
         command: Command to run; it is split like shell words, but no shell runs it. `{steps}` is the step at which it
             stops; `{total_steps}` the step at which its schedule ends; `{save_at}` the step after which it saves;
-            `{out}` the output directory; `{resume}` the text of `resume` when it resumes, else nothing; `{python}` the
-            interpreter of this process; `{recipe}` the directory of the recipe.
+            `{out}` the output directory; `{resume}` the text of `resume` when it resumes, else nothing; `{checkpoint}`
+            the checkpoint to resume from, else nothing; `{python}` the interpreter of this process; `{recipe}` the
+            directory of the recipe.
         resume: Text for `{resume}` in the command when the trainer resumes; `{checkpoint}` in it is the path of the
             checkpoint to resume from.
         checkpoint: Path of the checkpoint of step `{step}`, relative to `{out}`. `{step:07d}` is padded with zeros to 7
