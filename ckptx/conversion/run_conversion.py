@@ -91,9 +91,11 @@ def _run_steps(
     )
 
     # Read the source.
-    renamed = log(rename_megatron_source(log(find_base(source, dst, options, config_need)), files, options))
-    keeps_state = renamed.model is None and output.keeps_state(source)
-    dequantized = dequantize_source(renamed.base, files, options)
+    keeps_state = output.keeps_state(source)
+    found_base = log(find_base(source, dst, options, config_need))
+    renamed = log(rename_megatron_source(found_base, files, options, with_optimizer=keeps_state))
+    keeps_state = keeps_state and (renamed.model is None or renamed.keeps_optimizer)
+    dequantized = dequantize_source(renamed.base, renamed.files, options)
     base, files = dequantized.base, dequantized.files
     stack.enter_context(name_config_in_errors(base.sidecar_source))
     model = log(find_model(base, files, options, with_state=keeps_state))

@@ -4,35 +4,46 @@
                                                           model.layers.0.mlp.up_proj.weight   [F, H]
                                                           ...
 
-Its entries refer to the same bytes, so everything after this step sees an ordinary checkpoint. Tensors of the optimizer
-keep Megatron's order of elements, which no loader of the model can use; they are left out and listed.
+Its entries refer to the same bytes, so everything after this step sees an ordinary checkpoint. Moments and fp32 masters
+that have the shape of their parameter (`fully_reshardable`) are mapped along with it if the output keeps them:
+
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight  ->  optimizer.state.model.layers.0....exp_avg
+
+Others are in the order of communication buffers, which no other program can use; they are left out and listed.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.architecture.trainer_naming import megatron
 from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
 from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE, NAMES_NOTE
+from ckptx.formats.dcp.megatron_common import CommonState, read_common_state
 from ckptx.mapping.name_index import indices_of
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rewrite import unmerge
 from ckptx.mapping.rules import TrainerRules
-from ckptx.model_view.megatron_arguments import check_recorded_arguments
+from ckptx.model_view.megatron_arguments import check_arguments
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted
 
 # State next to the model: optimizers that Megatron numbers (dense and expert parameters), and TransformerEngine's state
 # of fp8 scaling.
 _CHAINED_OPTIMIZER = re.compile(r"chained_\d+\.")
+_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param)\.")
+# Megatron's kind of optimizer state -> its name in a DCP, as the torch optimizers and the readers of ckptx name it.
+_MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master_param"}
+STEP_FILE = "optimizer step"  # a computed file: the step as a float32
 _EXTRA_STATE = re.compile(r"\._extra_state(/|$)")
 _OTHER_ROOTS = frozenset({"rng_state", "rerun_state_machine_state", "opt_param_scheduler", "common_state"})
 
@@ -48,6 +59,8 @@ class MegatronModel:
         optimizer: Stored names of the optimizer tensors among them.
         conversions: Conversions between the names.
         notes: Notes for the user.
+        has_optimizer: True if `catalog` has optimizer state as well.
+        step_contents: Contents of `STEP_FILE`, to which the steps in `catalog` refer; empty without a step.
     """
 
     catalog: Catalog
@@ -56,6 +69,8 @@ class MegatronModel:
     optimizer: tuple[str, ...]
     conversions: tuple[Conversion, ...]
     notes: tuple[str, ...]
+    has_optimizer: bool = False
+    step_contents: bytes = b""
 
 
 def has_megatron_names(catalog: Catalog) -> bool:
@@ -64,7 +79,7 @@ def has_megatron_names(catalog: Catalog) -> bool:
 
 
 def map_megatron_names(
-    catalog: Catalog, config: Mapping[str, Any] | None, files: SourceFiles | None
+    catalog: Catalog, config: Mapping[str, Any] | None, files: SourceFiles | None, *, with_optimizer: bool = False
 ) -> MegatronModel | None:
     """Return a checkpoint with Megatron's names under disk names.
 
@@ -72,6 +87,7 @@ def map_megatron_names(
         catalog: Catalog of the checkpoint.
         config: Contents of `config.json` of the model; None without one.
         files: Its open files; None if only names and shapes are needed, and each tensor gets a chunk without bytes.
+        with_optimizer: True to map the moments and fp32 masters, too, if they have the shapes of the parameters.
 
     Returns:
         The model; None if the names are not Megatron's, or if there is no config or it names no class.
@@ -90,37 +106,27 @@ def map_megatron_names(
             f"{', '.join(map(repr, prefixes[:8]))}; save "
             "one of them to a checkpoint of its own"
         )
-    conversions = megatron.conversions(str(class_names[0]), config)
-    notes_on_arguments = [] if files is None else check_recorded_arguments(catalog, config, files)
-    stored, dropped = _split_names(catalog, prefixes[0])
-    second_names = _second_names(catalog, stored)
-    stored = {name: short for name, short in stored.items() if name not in second_names}
-    entries = _locate(catalog, stored, files)
-    layer_count = megatron.read_size(config, "num_hidden_layers")
-    layers: dict[str, TensorEntry] = {}
-    stored_name_by_layer_name: dict[str, str] = {}
-    for stored_name, name in stored.items():
-        for layer_name, entry in _unstack(name, entries[stored_name], layer_count):
-            if layer_name in layers:
-                raise InputError(
-                    f'{catalog.location}: tensors "{stored_name_by_layer_name[layer_name]}" and "{stored_name}" '
-                    "both hold "
-                    f'"{layer_name}"; remove one of them'
-                )
-            layers[layer_name] = entry.with_name(layer_name)
-            stored_name_by_layer_name[layer_name] = stored_name
-    renamed = TrainerRules(conversions).from_trainer(layers)
-    if renamed.unknown:
-        raise UnsupportedError(
-            f'{catalog.location}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
-            f"{class_names[0]}; pass --base PATH with the config it was trained with, or --base none to keep the names"
-        )
-    copies = _mtp_copies(renamed.tensors, class_names[0], config)
-    tensors = {**renamed.tensors, **{name: renamed.tensors[of].with_name(name) for name, of in copies.items()}}
+    class_name = str(class_names[0])
+    mapping = _Mapping(catalog, config, class_name, megatron.conversions(class_name, config), files)
+    common, common_notes = (None, []) if files is None else _read_common_state(catalog, files)
+    arguments = None if common is None else common.arguments()
+    if common is not None and arguments is not None:
+        common_notes += check_arguments(arguments, common.where, config)
+    stored, moments, dropped = _split_names(catalog, prefixes[0])
+    if not with_optimizer:
+        reason = "optimizer state, in the layout of Megatron's parameters"
+        dropped += [{"name": name, "reason": reason} for names in moments.values() for name in names]
+        moments = {}
+    renamed = mapping.rename(stored)
+    tensors, stored_names = dict(renamed.tensors), dict(renamed.stored_names)
+    for copy, original in _mtp_copies(renamed.tensors, class_name, config).items():
+        tensors[copy], stored_names[copy] = tensors[original].with_name(copy), stored_names[original]
     names = sorted(tensors, key=_order)
+    state, step_contents, state_notes = _rename_moments(mapping, moments, renamed.tensors, common)
+    stored_names |= state.stored_names
     mapped = replace(
         catalog,
-        tensors={name: tensors[name] for name in names},
+        tensors={**{name: tensors[name] for name in names}, **state.tensors},
         objects={},
         planner_data=None,
         parts=(),
@@ -128,27 +134,138 @@ def map_megatron_names(
         sidecars=tuple(each for each in catalog.sidecars if each.name not in (BACKEND_FILE, COMMON_FILE)),
         notes=[note for note in catalog.notes if note != NAMES_NOTE],
     )
-    optimizer = tuple(each["name"] for each in dropped if each["reason"].startswith("optimizer"))
-    all_names = {name: [name] for name in stored}
-    for second, first in second_names.items():
-        all_names[first].append(second)
+    left_out = tuple(each["name"] for each in dropped if each["reason"].startswith("optimizer"))
+    notes = _notes(catalog, stored, prefixes[0], class_name, config, left_out)
     return MegatronModel(
-        mapped,
-        {
-            name: tuple(
-                dict.fromkeys(
-                    each
-                    for old in renamed.sources[copies.get(name, name)]
-                    for each in all_names[stored_name_by_layer_name[old]]
-                )
+        mapped, stored_names, tuple(dropped), left_out, mapping.conversions, (*notes, *state_notes, *common_notes),
+        bool(state.tensors), step_contents,
+    )  # fmt: skip
+
+
+class _Renamed(NamedTuple):
+    """Tensors by disk name, and the stored names of the tensors that each is made of."""
+
+    tensors: dict[str, TensorEntry]
+    stored_names: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """Renames tensors that have Megatron's names and layout: those of the model, or those of one kind of moment.
+
+    Attributes:
+        catalog: Catalog of the checkpoint.
+        config: Contents of `config.json`.
+        class_name: Name of the class.
+        conversions: Conversions from Megatron's names to disk names.
+        files: Files of the checkpoint; None if only names and shapes are needed.
+    """
+
+    catalog: Catalog
+    config: Mapping[str, Any]
+    class_name: str
+    conversions: tuple[Conversion, ...]
+    files: SourceFiles | None
+
+    def rename(self, stored: Mapping[str, str]) -> _Renamed:
+        """Return tensors under disk names.
+
+        Args:
+            stored: Stored name -> Megatron's name without prefix.
+
+        Raises:
+            InputError: Tensors do not match each other or the config, or are stored twice.
+            UnsupportedError: A tensor has no counterpart.
+        """
+        location = self.catalog.location
+        second_names = _second_names(self.catalog, stored)
+        first_names = {name: short for name, short in stored.items() if name not in second_names}
+        entries = _locate(self.catalog, first_names, self.files)
+        layer_count = megatron.read_size(self.config, "num_hidden_layers")
+        layers: dict[str, TensorEntry] = {}
+        stored_name_by_layer_name: dict[str, str] = {}
+        for stored_name, name in first_names.items():
+            for layer_name, entry in _unstack(name, entries[stored_name], layer_count):
+                if layer_name in layers:
+                    raise InputError(
+                        f'{location}: tensors "{stored_name_by_layer_name[layer_name]}" and "{stored_name}" both hold '
+                        f'"{layer_name}"; remove one of them'
+                    )
+                layers[layer_name] = entry.with_name(layer_name)
+                stored_name_by_layer_name[layer_name] = stored_name
+        renamed = TrainerRules(self.conversions).from_trainer(layers)
+        if renamed.unknown:
+            raise UnsupportedError(
+                f'{location}: tensor "{stored_name_by_layer_name[renamed.unknown[0]]}" has no counterpart in '
+                f"{self.class_name}; pass --base PATH with the config it was trained with, or --base none to keep the "
+                "names"
             )
-            for name in names
-        },
-        dropped,
-        optimizer,
-        conversions,
-        (*_notes(catalog, stored, prefixes[0], str(class_names[0]), config, optimizer), *notes_on_arguments),
-    )
+        all_names = {name: [name] for name in first_names}
+        for second, first in second_names.items():
+            all_names[first].append(second)
+        stored_names = {
+            name: tuple(dict.fromkeys(each for old in olds for each in all_names[stored_name_by_layer_name[old]]))
+            for name, olds in renamed.sources.items()
+        }
+        return _Renamed(renamed.tensors, stored_names)
+
+
+def _read_common_state(catalog: Catalog, files: SourceFiles) -> tuple[CommonState | None, list[str]]:
+    """Return the common state, and notes; None if there is none, or it cannot be read."""
+    try:
+        return read_common_state(catalog, files), []
+    except ReadError:
+        raise
+    except (InputError, UnsupportedError) as error:
+        return None, [f"arguments of the training run not compared with config.json: {error}"]
+
+
+def _rename_moments(
+    mapping: _Mapping,
+    moments: Mapping[str, Mapping[str, str]],
+    parameters: Mapping[str, TensorEntry],
+    common: CommonState | None,
+) -> tuple[_Renamed, bytes, list[str]]:
+    """Return the optimizer state under the names of a DCP, the contents of `STEP_FILE`, and notes.
+
+    Args:
+        mapping: Mapping of the tensors.
+        moments: Kind of state -> stored name -> Megatron's name of the parameter.
+        parameters: Parameters by disk name.
+        common: Common state, with the step.
+
+    Raises:
+        InputError: State has another shape than its parameter; see also `_Mapping.rename`.
+        UnsupportedError: See `_Mapping.rename`.
+    """
+    state = _Renamed({}, {})
+    for kind, stored in moments.items():
+        renamed = mapping.rename(stored)
+        for parameter, entry in renamed.tensors.items():
+            if parameter not in parameters or parameters[parameter].shape != entry.shape:
+                raise InputError(
+                    f'{mapping.catalog.location}: tensor "{renamed.stored_names[parameter][0]}" has other rows or '
+                    f'columns than its parameter "{parameter}"; it is of another model, pass --optimizer drop'
+                )
+            name = f"optimizer.state.{parameter}.{_MOMENTS[kind]}"
+            state.tensors[name] = entry.with_name(name)
+            state.stored_names[name] = renamed.stored_names[parameter]
+    if not state.tensors:
+        return state, b"", []
+    steps = set() if common is None else common.optimizer_steps()
+    notes = [
+        "optimizer settings are not read: learning rate, betas and other values of param_groups",
+        *([] if len(steps) == 1 else ["optimizer state without its step, which the checkpoint does not record once"]),
+    ]
+    if len(steps) != 1:
+        return state, b"", notes
+    contents = struct.pack("<f", steps.pop())
+    chunk = Chunk(full_region(()), STEP_FILE, 0, len(contents))
+    for parameter in dict.fromkeys(name.removeprefix("optimizer.state.").rpartition(".")[0] for name in state.tensors):
+        name = f"optimizer.state.{parameter}.step"
+        state.tensors[name] = TensorEntry(name, DTYPES_BY_NAME["F32"], (), (chunk,))
+        state.stored_names[name] = ()
+    return state, contents, notes
 
 
 def _mtp_copies(names: Collection[str], class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
@@ -228,13 +345,22 @@ def _with_state(catalog: Catalog, model: MegatronModel) -> Catalog:
     )
 
 
-def _split_names(catalog: Catalog, prefix: str) -> tuple[dict[str, str], tuple[dict[str, str], ...]]:
-    """Return stored names of the tensors of the model -> name without the prefix, and all other tensors as dropped."""
+def _split_names(
+    catalog: Catalog, prefix: str
+) -> tuple[dict[str, str], dict[str, dict[str, str]], list[dict[str, str]]]:
+    """Return the tensors of the model, those of the optimizer that can be mapped, and all others as dropped.
+
+    The first are stored name -> name without the prefix; the second are the same for each kind of state.
+    """
     stored: dict[str, str] = {}
+    moments: dict[str, dict[str, str]] = {}
     dropped = []
     for name in catalog.tensors:
-        if is_optimizer(name) or _CHAINED_OPTIMIZER.match(name):
-            dropped.append({"name": name, "reason": "optimizer state of Megatron, not mapped"})
+        moment = _MOMENT.match(name)
+        if moment is not None and name.startswith(prefix, moment.end()) and not _EXTRA_STATE.search(name):
+            moments.setdefault(moment[1], {})[name] = name[moment.end() + len(prefix) :]
+        elif is_optimizer(name) or _CHAINED_OPTIMIZER.match(name):
+            dropped.append({"name": name, "reason": "optimizer state in the order of Megatron's buffers, not mapped"})
         elif is_trainer_state(name) or name.partition(".")[0].partition("/")[0] in _OTHER_ROOTS:
             dropped.append({"name": name, "reason": "training state of Megatron, not mapped"})
         elif _EXTRA_STATE.search(name):
@@ -247,7 +373,7 @@ def _split_names(catalog: Catalog, prefix: str) -> tuple[dict[str, str], tuple[d
                 "cannot be "
                 "mapped; pass --base none to keep the names"
             )
-    return stored, tuple(dropped)
+    return stored, moments, dropped
 
 
 def _second_names(catalog: Catalog, names: Iterable[str]) -> dict[str, str]:
@@ -326,7 +452,7 @@ def _notes(
         names = [name for name, each in padded.items() if each == rows]
         yield f"vocabulary padding: {counted(rows, 'row')} after vocab_size {vocab_size} left out of {', '.join(names)}"
     if optimizer:
-        yield f"optimizer state of Megatron is not mapped, left out: {counted(len(optimizer), 'tensor')}"
+        yield f"optimizer state left out: {counted(len(optimizer), 'tensor')}"
     extra_states = sum(_EXTRA_STATE.search(name) is not None for name in catalog.objects)
     if extra_states:
         yield f"_extra_state of TransformerEngine left out: {counted(extra_states, 'object')}"

@@ -71,6 +71,33 @@ class FileOfZeros:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class FileOfBytes:
+    """A file with given contents, for values that a checkpoint stores in another form; see `ComputedFile`.
+
+    Attributes:
+        contents: All bytes of the file.
+    """
+
+    contents: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.contents)
+
+    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`."""
+        view[:] = self.contents[offset : offset + len(view)]
+
+    def stored_files(self) -> set[str]:
+        """Return an empty set."""
+        return set()
+
+    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
+        """Return an empty list."""
+        return []
+
+
 class ComputedFiles:
     """Files of a checkpoint, and files that are computed; see `SourceFiles`.
 

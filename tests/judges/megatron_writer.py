@@ -3,8 +3,9 @@
 usage: python -m tests.judges.megatron_writer RANK WORLD STORE TP PP EP STYLE HF OUT
 
 Each rank builds its part of a GPTModel, fills it with its slices of `tests/support/megatron_layout.py`, and saves it.
-STYLE is "stacked" or "layers" (one tensor for each layer). On a single rank, the logits of Megatron's own forward pass
-are saved as well, to OUT.logits.
+STYLE is "stacked" or "layers" (one tensor for each layer). With "+optimizer" after it, the state of AdamW is saved as
+well, by Megatron's own functions, with the values of `optimizer_values`. On a single rank, the logits of Megatron's own
+forward pass are saved, to OUT.logits.
 """
 
 from __future__ import annotations
@@ -162,6 +163,48 @@ def expected_values(
         yield name, parameter, local_slice(name, value, rank, tp)
 
 
+def optimizer_values(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return moments and fp32 masters by kind and by the names of the Hub."""
+    return {
+        kind: {
+            name: torch.randn(value.shape, generator=torch.Generator().manual_seed(index * 1000 + len(name)))
+            for name, value in weights.items()
+        }
+        for index, kind in enumerate(("exp_avg", "exp_avg_sq", "fp32_param"))
+    }
+
+
+def optimizer_state(
+    model: Any, state: Any, weights: dict[str, Tensor], config: dict[str, Any], first_layer: int
+) -> dict[str, Any]:
+    """Return the sharded state of an AdamW after 7 steps, as Megatron's optimizers make it."""
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        make_sharded_optimizer_tensor,
+        optim_state_to_sharding_state,
+    )
+
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    masters: dict[int, Tensor] = {}
+    for kind, values in optimizer_values(weights).items():
+        expected = {id(parameter): value for _, parameter, value in expected_values(model, values, config, first_layer)}
+        for number, parameter in enumerate(parameters):
+            if kind == "fp32_param":
+                masters[number] = expected[id(parameter)].clone()
+            else:
+                optimizer.state[parameter] |= {"step": torch.tensor(7.0), kind: expected[id(parameter)].clone()}
+    sharded_parameters = get_param_id_to_sharded_param_map(state, iter(parameters))
+    result: dict[str, Any] = optimizer.state_dict()
+    optim_state_to_sharding_state(result, sharded_parameters, exclude_keys=("step",))
+    result["state"]["common_step"] = 7
+    sharded_masters = [
+        make_sharded_optimizer_tensor(sharded_parameters[number], master, prefix="optimizer.state.fp32_param")
+        for number, master in masters.items()
+    ]
+    return {"optimizer": result, "fp32_from_fp16_params": [sharded_masters]}
+
+
 def save_logits(model: Any, out: Path) -> None:
     """Save the logits of Megatron's own forward pass."""
     length = TOKENS.shape[1]
@@ -196,20 +239,23 @@ def main() -> None:
     config = json.loads((Path(hf) / "config.json").read_text())
     weights = load_file(Path(hf) / "model.safetensors")
     dtype = weights["model.norm.weight"].dtype
+    style, _, extra = style.partition("+")
     model = build_model(config, dtype, int(tp), int(pp), int(ep), style)
     layers_per_stage = config["num_hidden_layers"] // int(pp)
-    fill(model, weights, config, layers_per_stage * parallel_state.get_pipeline_model_parallel_rank())
+    first_layer = layers_per_stage * parallel_state.get_pipeline_model_parallel_rank()
+    fill(model, weights, config, first_layer)
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
     state = model.sharded_state_dict(metadata=metadata)
+    optimizer = {"optimizer": optimizer_state(model, state, weights, config, first_layer)} if extra else {}
     arguments = argparse.Namespace(num_layers=config["num_hidden_layers"], padded_vocab_size=PADDED_ROWS)
     os.makedirs(out, exist_ok=True)
     torch.distributed.barrier()
     dist_checkpointing.save(
-        {"model": state, "args": arguments, "checkpoint_version": 3.0, "iteration": 1},
+        {"model": state, "args": arguments, "checkpoint_version": 3.0, "iteration": 1, **optimizer},
         out,
         content_metadata={"singleton_local_shards": False},
     )

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptx
-from tests.judges.megatron_writer import TOKENS
+from tests.judges.megatron_writer import TOKENS, optimizer_values
 from tests.support.megatron_models import config_of, load_with_megatron, save_model, write_with_megatron
+from tests.support.torch_dcp import load
 
 MESHES = {
     "LlamaForCausalLM": (2, 2, 1, "stacked"),
@@ -36,6 +37,28 @@ def test_what_ranks_save_is_the_model_that_was_laid_out(class_name: str, tmp_pat
     assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
     assert ckptx.verify(tmp_path / "hf", tmp_path / "iter_0000001", strict=True).exit == 0
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("class_name", MESHES)
+def test_the_optimizer_state_of_megatron_is_that_of_the_parameters(class_name: str, tmp_path: Path) -> None:
+    tp, pp, ep, style = MESHES[class_name]
+    weights = save_model(tmp_path / "hf", config_of(class_name))
+    source = tmp_path / "iter_0000001"
+    write_with_megatron(tmp_path / "hf", source, tp=tp, pp=pp, ep=ep, style=f"{style}+optimizer")
+    report = ckptx.convert("to-dcp", source, tmp_path / "out", base=tmp_path / "hf", tied="drop")
+    assert report.exit == 0 and not any("optimizer" in each["name"] for each in report.dropped)
+    found = load(tmp_path / "out")
+    suffixes = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master_param"}
+    expected = {
+        f"optimizer.state.{name}.{suffixes[kind]}": value
+        for kind, values in optimizer_values(weights).items()
+        for name, value in values.items()
+    }
+    expected |= {f"optimizer.state.{name}.step": torch.tensor(7.0) for name in weights}
+    state = {name: value for name, value in found.items() if name.startswith("optimizer.")}
+    tied = {name for name in state if ".lm_head." in name} if "lm_head.weight" not in weights else set()
+    assert state.keys() - tied == expected.keys()
+    assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("class_name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])

@@ -105,6 +105,16 @@ def test_a_config_with_other_heads_is_refused(
     assert caught.value.exit_code == 3 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "rotary_interleaved"])
+def test_values_with_another_meaning_are_refused(name: str, tmp_path: Path) -> None:
+    config, _, tensors = make_model(tmp_path)
+    source = save_megatron(tmp_path / "megatron", tensors, {"args": arguments_of(config, **{name: True})})
+    with pytest.raises(CkptxError, match=f"the training run had {name}, so .* which is not converted") as caught:
+        ckptx.convert("to-hf", source, tmp_path / "out", base=tmp_path / "hf")
+    assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()
+    assert ckptx.convert("to-hf", source, tmp_path / "out", base="none").exit == 0
+
+
 def test_the_wrong_base_whose_shapes_are_equal_is_refused(tmp_path: Path) -> None:
     """Without the arguments, the rows of q, k and v would be moved to wrong heads, with exit 0."""
     config, _, tensors = make_model(tmp_path)

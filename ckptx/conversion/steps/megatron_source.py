@@ -10,8 +10,9 @@ from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import SchemeChange
 from ckptx.conversion.steps.source_model import DroppedState
 from ckptx.errors import UnsupportedError
-from ckptx.model_view.megatron_names import MegatronModel, map_megatron_names
+from ckptx.model_view.megatron_names import STEP_FILE, MegatronModel, map_megatron_names
 from ckptx.options.conversion import ConversionOptions
+from ckptx.quantization.computed_files import ComputedFiles, FileOfBytes
 from ckptx.storage.interface import SourceFiles
 
 
@@ -22,14 +23,21 @@ class RenamedSource:
     Attributes:
         base: Base with the source to convert.
         stored: Catalog of the source under its stored names.
+        files: Files of the source, and a computed one for the step of a renamed optimizer.
         model: Renamed model; None if the names are not Megatron's.
         notes: Notes for the user.
     """
 
     base: BaseCheckpoint
     stored: Catalog
+    files: SourceFiles
     model: MegatronModel | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Return True if the renamed model has the optimizer state of the source."""
+        return self.model is not None and self.model.has_optimizer
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
         """Return the stored names of the tensors that these tensors are made of."""
@@ -53,24 +61,29 @@ class RenamedSource:
         return None if self.model is None else SchemeChange("megatron", names, self.model.conversions)
 
 
-def rename_megatron_source(base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions) -> RenamedSource:
+def rename_megatron_source(
+    base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions, *, with_optimizer: bool
+) -> RenamedSource:
     """Rename the tensors of the source to disk names if they have Megatron's names and there is a config.
 
     Args:
         base: Source and config.
         files: Files of the source.
         options: `optimizer`.
+        with_optimizer: True if the output keeps optimizer state.
 
     Raises:
         InputError: See `map_megatron_names`.
         UnsupportedError: See `map_megatron_names`, or `--optimizer keep`.
     """
-    model = None if base.is_none else map_megatron_names(base.source, base.config, files)
+    model = None if base.is_none else map_megatron_names(base.source, base.config, files, with_optimizer=with_optimizer)
     if model is None:
-        return RenamedSource(base, base.source)
-    if options.optimizer == "keep":
+        return RenamedSource(base, base.source, files)
+    if options.optimizer == "keep" and not model.has_optimizer:
         raise UnsupportedError(
-            f"{base.source.location}: --optimizer keep: optimizer state of Megatron is not mapped; leave out "
-            "--optimizer"
+            f"{base.source.location}: --optimizer keep: has no optimizer state that can be mapped; leave out "
+            "--optimizer, or save with --dist-ckpt-optim-fully-reshardable"
         )
-    return RenamedSource(replace(base, source=model.catalog, is_renamed=True), base.source, model, model.notes)
+    if model.step_contents:
+        files = ComputedFiles(files, {STEP_FILE: FileOfBytes(model.step_contents)})
+    return RenamedSource(replace(base, source=model.catalog, is_renamed=True), base.source, files, model, model.notes)
