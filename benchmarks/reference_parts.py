@@ -74,7 +74,7 @@ def run_reference(path: Path, parts: int, count: int) -> dict[str, Any]:
     from ckptx.runtime.parallel.distributed import RankContext
     from ckptx.runtime.parity.budget import MemoryBudget
     from ckptx.runtime.parity.model_loaders import ModelLoader
-    from ckptx.runtime.parity.reference import OffloadedReference, WholeReference, partition_reference
+    from ckptx.runtime.parity.reference import StagewiseReference, WholeReference, partition_reference
 
     torch.set_num_threads(2)
     rank_context = RankContext(0, 1, torch.device("cpu"))
@@ -88,7 +88,7 @@ def run_reference(path: Path, parts: int, count: int) -> dict[str, Any]:
     if parts > 1:
         stage_map = StageMap(stacks, parts)
         estimate = budget.peak_bytes(stage_map)
-        reference = OffloadedReference(
+        reference = StagewiseReference(
             loader, batches, rank_context, partition_reference(model, stage_map, facts), backward=True
         )
     rss_before = peak_rss()

@@ -238,7 +238,7 @@ class Comparison:
                 self._gradient_comparisons.append(_compare_gradient(each, whole, comparison))
                 each.parameter.grad = None
 
-    def report_missing_gradients(self) -> None:
+    def report_extra_gradients(self) -> None:
         """Report gradients of this rank for which the reference has none."""
         for name, parameters in self._pending.items():
             for each in parameters:

@@ -44,7 +44,7 @@ from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs import windows
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.model_loaders import ModelFacts, compare_stored_dtypes, make_loaders
-from ckptx.runtime.parity.model_under_test import ModelUnderTest, OffloadedModelUnderTest, ResidentModel, intersect
+from ckptx.runtime.parity.model_under_test import ModelUnderTest, ResidentModel, StagewiseModelUnderTest, intersect
 from ckptx.runtime.parity.notes import add_notes, unread_notes
 from ckptx.runtime.parity.reference import ReferenceModel, make_reference
 from ckptx.runtime.parity.run_report import (
@@ -102,7 +102,7 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         with raise_on_all_ranks():
             model_under_test: ModelUnderTest = ResidentModel(checkpoint_loader, mesh, plan)
             if reference_model is not None and reference_model.partition is not None and rank_context.world_size == 1:
-                model_under_test = OffloadedModelUnderTest(
+                model_under_test = StagewiseModelUnderTest(
                     checkpoint_loader, mesh, reference_model.partition, rank_context.device
                 )
             model_under_test.load(reference_loader, rank_context.device)
@@ -255,10 +255,10 @@ def _compare_gradients(
         with model_under_test.parameters_of_stage(number) as parameters:
             comparison.compare_gradients(gradients, parameters)
             if not model_under_test.is_resident:
-                comparison.report_missing_gradients()
+                comparison.report_extra_gradients()
         unreached.record({each.name: each.tensor for each in gradients or ()})
         gradients = None  # free them before the next stage is loaded
-    comparison.report_missing_gradients()
+    comparison.report_extra_gradients()
     comparison.finish_gradients()
     return unreached.list_parameters() if reference is not None else None
 

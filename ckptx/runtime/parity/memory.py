@@ -28,11 +28,11 @@ class MemoryLimits(NamedTuple):
 
     Attributes:
         whole: Limit if the reference is run as a whole.
-        offloaded: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
+        stagewise: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
     """
 
     whole: int
-    offloaded: int
+    stagewise: int
 
 
 def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: RankContext) -> MemoryLimits | None:

@@ -22,8 +22,8 @@ from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import StepResult
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.model_loaders import ModelLoader, ShardedMetaModel
-from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
 from ckptx.runtime.parity.stages import LocalStages
+from ckptx.runtime.parity.stagewise_model import ComputePass, StagePartition, StagewiseModel, share_parameters
 
 
 @dataclass(slots=True)
@@ -191,14 +191,14 @@ class ResidentModel(ModelUnderTest):
         yield outputs
 
 
-class OffloadedModelUnderTest(ModelUnderTest):
+class StagewiseModelUnderTest(ModelUnderTest):
     """All stages of the model on one rank, each built, loaded, run and released in turn."""
 
     def __init__(self, loader: ModelLoader, mesh: DeviceMesh, partition: StagePartition, device: torch.device) -> None:
         self._loader, self._mesh, self._partition, self._device = loader, mesh, partition, device
         self._copies = {name: tie.name for tie in partition.ties for name in tie.copies.values()}
         self.tied_copies, self.is_resident = frozenset[str](), False  # gradients are summed as in a whole model
-        self._model: OffloadedModel | None = None
+        self._model: StagewiseModel | None = None
         self.record = LoadRecord()
 
     def load(self, reference: ModelLoader, device: torch.device) -> None:
@@ -209,7 +209,7 @@ class OffloadedModelUnderTest(ModelUnderTest):
 
     def run(self, batches: Sequence[Inputs], *, backward: bool) -> StepResult:
         result, compute_pass = StepResult(), ComputePass()
-        self._model = OffloadedModel(self._partition, batches, [compute_pass], self._open_stage, self._device)
+        self._model = StagewiseModel(self._partition, batches, [compute_pass], self._open_stage, self._device)
         self._model.forward(lambda _, logits: result.logits.append(logits), backward=backward)
         result.loss = compute_pass.loss
         return result
@@ -229,7 +229,7 @@ class OffloadedModelUnderTest(ModelUnderTest):
             )
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
-        model = OffloadedModel(self._partition, [inputs], [ComputePass()], self._open_stage, self._device)
+        model = StagewiseModel(self._partition, [inputs], [ComputePass()], self._open_stage, self._device)
         for (outputs,) in model.iter_module_outputs():
             yield outputs
 

@@ -27,8 +27,8 @@ from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import StepResult, logits_or_hidden_states, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader
-from ckptx.runtime.parity.offloaded_model import ComputePass, OffloadedModel, StagePartition, share_parameters
 from ckptx.runtime.parity.stages import make_batch_factory
+from ckptx.runtime.parity.stagewise_model import ComputePass, StagePartition, StagewiseModel, share_parameters
 
 
 def make_reference(
@@ -53,11 +53,11 @@ def make_reference(
     budget = MemoryBudget(model, stacks, batches, options.backward, rank_context.world_size == 1, advice)
     if limits is None or budget.whole_bytes <= limits.whole:
         return WholeReference(loader, batches, rank_context, options.backward)
-    return OffloadedReference(
+    return StagewiseReference(
         loader,
         batches,
         rank_context,
-        partition_reference(model, budget.partition(limits.offloaded), facts),
+        partition_reference(model, budget.partition(limits.stagewise), facts),
         backward=options.backward,
     )
 
@@ -176,7 +176,7 @@ class WholeReference(ReferenceModel):
         return not differing_names and are_logits_equal and result.loss == second_result.loss
 
 
-class OffloadedReference(ReferenceModel):
+class StagewiseReference(ReferenceModel):
     """A reference that is loaded, run and released stage by stage; on a CPU it equals the whole one bit for bit.
 
     Weights are read from the checkpoint each time; none are moved to another device.
@@ -205,7 +205,7 @@ class OffloadedReference(ReferenceModel):
         self._passes = [ComputePass(draw=None), *(ComputePass(draw=draw) for draw in range(noise.NUM_DRAWS))]
         self._backward, self._is_repeatable = backward, rank_context.device.type == "cpu"
         self._stage_opener = partial(_open_stage, loader, partition, rank_context.device)
-        self._model = OffloadedModel(partition, batches, self._passes, self._stage_opener, rank_context.device)
+        self._model = StagewiseModel(partition, batches, self._passes, self._stage_opener, rank_context.device)
         self._device = rank_context.device
 
     def forward(self) -> ReferenceResult:
@@ -245,7 +245,7 @@ class OffloadedReference(ReferenceModel):
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[tuple[OutputsByCall, OutputsByCall]]:
         passes = [ComputePass(draw=None), ComputePass(draw=0)]
-        model = OffloadedModel(self._model.partition, [inputs], passes, self._stage_opener, self._device)
+        model = StagewiseModel(self._model.partition, [inputs], passes, self._stage_opener, self._device)
         for outputs_by_pass in model.iter_module_outputs():
             yield outputs_by_pass[0], outputs_by_pass[1]
 

@@ -19,7 +19,7 @@ from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity import budget as budget_module
 from ckptx.runtime.parity.budget import MemoryBudget
 from ckptx.runtime.parity.model_loaders import ModelFacts, ModelLoader
-from ckptx.runtime.parity.reference import OffloadedReference, partition_reference
+from ckptx.runtime.parity.reference import StagewiseReference, partition_reference
 from tests.support.models import randomize, transformers
 from tests.support.slow import slow_but
 
@@ -96,7 +96,7 @@ def test_what_is_live_at_a_time_stays_below_what_is_counted(
     stages = StageMap(budget.stacks, pieces)
     cut = partition_reference(budget.model, stages, seen)
     with Live() as live:
-        running = OffloadedReference(side, budget.batches, PLACE, cut, backward=True)
+        running = StagewiseReference(side, budget.batches, PLACE, cut, backward=True)
         running.forward()
         for portion in running.gradients():
             del portion

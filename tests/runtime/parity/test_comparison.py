@@ -239,7 +239,7 @@ def backward(
     made = Comparison(process, {"a": ("disk.a",), "b": ("b.0", "b.1")}, exact)
     held = [RankParameter(name, each, regions and regions(name)) for name, each in model.named_parameters()]
     made.compare_gradients([ReferenceGradient(name, each, moved) for name, each in gradients.items()], held)
-    made.report_missing_gradients()
+    made.report_extra_gradients()
     made.finish_gradients()
     return made
 
@@ -286,7 +286,7 @@ def test_gradients_may_come_in_portions_in_any_order(process: RankContext) -> No
             held = RankParameter(name, nn.Parameter(torch.zeros(2)), None)
             held.parameter.grad = gradient * (3 if number == 0 else 1)
             made.compare_gradients([ReferenceGradient(name, gradient, 0.0)], [held])
-        made.report_missing_gradients()
+        made.report_extra_gradients()
         made.finish_gradients()
         assert (made.differences, made.inconclusive, made.metrics["gradients"]) == ([], [], 2)
 
@@ -427,7 +427,7 @@ def test_zero_but_for_rounding_is_judged_beside_neighbors_and_not_the_whole_mode
     made.compare_gradients(
         [ReferenceGradient(name, torch.full((2,), size), 0.0) for name, size in names.items()], parameters
     )
-    made.report_missing_gradients()
+    made.report_extra_gradients()
     made.finish_gradients()
     is_excused = small != large and PLACES[small] == PLACES[large]
     assert [row["name"] for row in made.differences] == ([] if is_excused else [small])

@@ -14,7 +14,7 @@ from ckptx.options.verify import RunOptions
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parity.comparison import ReferenceResult
 from ckptx.runtime.parity.model_loaders import ModelLoader
-from ckptx.runtime.parity.reference import OffloadedReference, ReferenceModel, WholeReference, partition_reference
+from ckptx.runtime.parity.reference import ReferenceModel, StagewiseReference, WholeReference, partition_reference
 from tests.support.models import EVERY, write
 from tests.support.staged_models import build_deep_model
 
@@ -50,7 +50,7 @@ def both(path: Path, pieces: int, batches: int, split: str = "even", **options: 
     stages = StageMap(stacks, pieces, split)
     whole = WholeReference(side, given, PLACE, backward=True)
     return all_of(whole), all_of(
-        OffloadedReference(side, given, PLACE, partition_reference(model, stages, seen), backward=True)
+        StagewiseReference(side, given, PLACE, partition_reference(model, stages, seen), backward=True)
     )
 
 

@@ -49,7 +49,7 @@ OnGradient = Callable[["ComputePass", str, Tensor], None]
 
 
 class StagePartition(NamedTuple):
-    """The stages of an offloaded model, and what connects them.
+    """The stages of an stagewise model, and what connects them.
 
     Attributes:
         stages: Assignment of layers to stages.
@@ -94,7 +94,7 @@ class ComputePass:
 StageOpener = Callable[[int, Mapping[str, nn.Parameter]], nn.Module]
 
 
-class OffloadedModel:
+class StagewiseModel:
     """A model whose stages are loaded, run and released one after another."""
 
     def __init__(
