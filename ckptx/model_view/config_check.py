@@ -16,10 +16,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptx.architecture.architecture import Architecture
+from ckptx.architecture.extra_layers import ExtraLayer, find_extra_layer, unexplained_layers
 from ckptx.architecture.extra_tensors import ExtraTensor, ExtraTensors
 from ckptx.architecture.shape_rules import ExpectedShapes, Sizes, star_prefixes
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
-from ckptx.architecture.surplus_layers import SurplusLayer, find_surplus_layer, unexplained_layers
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
@@ -140,9 +140,9 @@ def _match_layers(
     stacks = architecture.stacks(config) if states_layer_count(architecture, config) else ()
     layers_by_stack = {stack: layers for stack in stacks if (layers := _layer_indices(stack.path, view.tensors))}
     counts = {stack.path: stack.count for stack in layers_by_stack}
-    surplus_layers = {name: layer for name in view.tensors if (layer := find_surplus_layer(name, counts)) is not None}
-    mismatches += _unexpected_tensors(extras, surplus_layers, architecture.class_name)
-    mismatches += _surplus_mismatches(surplus_layers, counts, config, extras)
+    extra_layers = {name: layer for name in view.tensors if (layer := find_extra_layer(name, counts)) is not None}
+    mismatches += _unexpected_tensors(extras, extra_layers, architecture.class_name)
+    mismatches += _extra_layer_mismatches(extra_layers, counts, config, extras)
     missing = list(
         islice(
             _missing_layers(
@@ -158,23 +158,23 @@ def _match_layers(
 
 
 def _unexpected_tensors(
-    extras: Mapping[str, ExtraTensor], surplus_layers: Mapping[str, SurplusLayer], class_name: str
+    extras: Mapping[str, ExtraTensor], extra_layers: Mapping[str, ExtraLayer], class_name: str
 ) -> Iterator[Mismatch]:
     """Yield the tensors in modules of the class that neither the class nor any rule for extra tensors knows."""
     for name, extra in extras.items():
-        if not extra.reason and name not in surplus_layers:
+        if not extra.reason and name not in extra_layers:
             place = f"is in {extra.module}, where" if extra.module else "is stored in place of the output head, but"
             yield Mismatch(name, f"{place} {class_name} has no such tensor", MUST_BE_ABSENT)
 
 
-def _surplus_mismatches(
-    surplus_layers: Mapping[str, SurplusLayer],
+def _extra_layer_mismatches(
+    extra_layers: Mapping[str, ExtraLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[Mismatch]:
     """Yield one mismatch for each layer after the last one, except MTP layers."""
-    for name, layer in unexplained_layers(surplus_layers, counts, config, extras):
+    for name, layer in unexplained_layers(extra_layers, counts, config, extras):
         required = f"a layer index below {counts[layer.path]} in {layer.path} (config.json)"
         yield Mismatch(name, f"layer {layer.layer_index}", required)
 
@@ -235,14 +235,14 @@ class _ConversionRun(NamedTuple):
         shared_indices: Indices that they share.
         positions: Positions that are present, for each source pattern.
         patterns: Target patterns; runs of one conversion with different target patterns may have different shapes.
-        surplus_layer: Surplus layer that the tensors belong to; None if the model has their layer.
+        extra_layer: Extra layer that the tensors belong to; None if the model has their layer.
     """
 
     conversion: Conversion
     shared_indices: tuple[int, ...]
     positions: list[set[int]]
     patterns: tuple[str, ...]
-    surplus_layer: SurplusLayer | None
+    extra_layer: ExtraLayer | None
 
 
 @dataclass(slots=True)
@@ -291,11 +291,11 @@ class _ConfigMatcher:
             for name, destination in destinations.items()
             if (mismatch := self._check(name, destination, tensors[name]))
         ]
-        surplus_layers = self._surplus_layers(destinations)
-        # Surplus layers are reported once per layer below.
-        mismatches = [each for each in mismatches if each.name not in surplus_layers]
-        mismatches += _unexpected_tensors(self.extras.by_name, surplus_layers, self.architecture.class_name)
-        mismatches += _surplus_mismatches(surplus_layers, self.expected.counts, self.config, self.extras.by_name)
+        extra_layers = self._extra_layers(destinations)
+        # Extra layers are reported once per layer below.
+        mismatches = [each for each in mismatches if each.name not in extra_layers]
+        mismatches += _unexpected_tensors(self.extras.by_name, extra_layers, self.architecture.class_name)
+        mismatches += _extra_layer_mismatches(extra_layers, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
@@ -367,7 +367,7 @@ class _ConfigMatcher:
             shared_indices,
             positions,
             tuple(map(pattern_of, names)),
-            find_surplus_layer(names[0], self.expected.counts),
+            find_extra_layer(names[0], self.expected.counts),
         )
 
     def _mark_present(self, target: str, shared_indices: tuple[int, ...]) -> None:
@@ -456,7 +456,7 @@ class _ConfigMatcher:
                 sizes[op.dim] = min(sizes[op.dim], self._tensor_count + 1)
         return tuple(sizes)
 
-    # -- missing and surplus tensors
+    # -- missing and extra tensors
 
     def _missing_tensors(self, is_base: bool, layer_lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
         """Yield the required tensors that are missing in layers that have other tensors."""
@@ -525,7 +525,7 @@ class _ConfigMatcher:
         return f"{_format_shape(shapes[0])} by config.json" if shapes else "this tensor by config.json"
 
     def _incomplete_runs(self) -> Iterator[Mismatch]:
-        """Yield missing and surplus experts, or parts of a fused tensor."""
+        """Yield missing and extra experts, or parts of a fused tensor."""
         for conversion, shared_indices, positions, _, _ in self._runs.values():
             parts = self._expected_disk_shapes(conversion, shared_indices)
             for index, source in enumerate(conversion.sources):
@@ -538,15 +538,15 @@ class _ConfigMatcher:
                 for position in sorted(each for each in positions[index] if each >= count):
                     yield Mismatch(name_in_run(source, shared_indices, position), "an additional one", needed)
 
-    def _surplus_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, SurplusLayer]:
+    def _extra_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, ExtraLayer]:
         """Return the tensors of layers after the last one of the config, by name."""
-        layers: dict[str, SurplusLayer] = {}
-        runs = {key: run.surplus_layer for key, run in self._runs.items() if run.surplus_layer is not None}
+        layers: dict[str, ExtraLayer] = {}
+        runs = {key: run.extra_layer for key, run in self._runs.items() if run.extra_layer is not None}
         for name, destination in destinations.items():
             if isinstance(destination, Destination):
                 layer = runs.get(destination.run_key) if runs else None
             else:
-                layer = find_surplus_layer(destination or name, self.expected.counts)
+                layer = find_extra_layer(destination or name, self.expected.counts)
             if layer is not None:
                 layers[name] = layer
         return layers

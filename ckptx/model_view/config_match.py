@@ -76,7 +76,7 @@ class ConfigMatch:
 
     Attributes:
         checked: "names and shapes"; "layers" for names and numbers of layers if shapes are unknown; or "nothing".
-        mismatches: Wrong and surplus tensors and layers, then missing ones; at most 1000 missing ones, because a config
+        mismatches: Wrong and extra tensors and layers, then missing ones; at most 1000 missing ones, because a config
             can require any number.
         unchecked: Number of tensors whose shape was not checked, because they are quantized or the expected shape is
             unknown.

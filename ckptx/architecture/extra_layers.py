@@ -22,7 +22,7 @@ _MTP_COUNT_KEYS = (
 )
 
 
-class SurplusLayer(NamedTuple):
+class ExtraLayer(NamedTuple):
     """A layer that the model does not have.
 
     Attributes:
@@ -34,7 +34,7 @@ class SurplusLayer(NamedTuple):
     layer_index: int
 
 
-def find_surplus_layer(model_name: str, counts: Mapping[str, int]) -> SurplusLayer | None:
+def find_extra_layer(model_name: str, counts: Mapping[str, int]) -> ExtraLayer | None:
     """Return the layer of a tensor if it is after the last one, else None.
 
     Args:
@@ -44,16 +44,16 @@ def find_surplus_layer(model_name: str, counts: Mapping[str, int]) -> SurplusLay
     pattern, indices = split_pattern(model_name)
     for path in star_prefixes(pattern)[:1]:
         if indices[0] >= counts.get(path, indices[0] + 1):
-            return SurplusLayer(path, indices[0])
+            return ExtraLayer(path, indices[0])
     return None
 
 
 def unexplained_layers(
-    layers: Mapping[str, SurplusLayer],
+    layers: Mapping[str, ExtraLayer],
     counts: Mapping[str, int],
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
-) -> Iterator[tuple[str, SurplusLayer]]:
+) -> Iterator[tuple[str, ExtraLayer]]:
     """Yield the name of the first tensor and the layer, for each layer that is no MTP layer.
 
     A layer with a tensor that the class may have for another reason is left out, too.
@@ -66,7 +66,7 @@ def unexplained_layers(
     """
     mtp_layers = _count_mtp_layers(config)
     explained = {layer for name, layer in layers.items() if _MTP_MODULES.search(name) or _has_reason(extras.get(name))}
-    first: dict[SurplusLayer, str] = {}
+    first: dict[ExtraLayer, str] = {}
     for name, layer in layers.items():
         first.setdefault(layer, name)
     for layer, name in first.items():
