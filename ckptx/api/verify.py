@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ckptx.options.api import two_table_api
-from ckptx.options.verify import CompareOptions, CompareRunOptions
+from ckptx.options.verify import VerifyOptions, VerifyRunOptions
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.documents.verify_run import RunReport
 
 
-@two_table_api(CompareOptions, CompareRunOptions, (VerifyReport, RunReport), selector="run")
-def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunReport:
+@two_table_api(VerifyOptions, VerifyRunOptions, (VerifyReport, RunReport), selector="run")
+def verify(options: VerifyOptions | VerifyRunOptions) -> VerifyReport | RunReport:
     """Compare two checkpoints bit for bit, and with `run` also the outputs of their models.
 
     The `exit` of the report is 1 if they differ. It is also 1 if no tensor can be compared, and with `strict` if
@@ -24,7 +24,7 @@ def verify(options: CompareOptions | CompareRunOptions) -> VerifyReport | RunRep
             names the minimum.
         InputError: A checkpoint is damaged or incomplete.
     """
-    if isinstance(options, CompareRunOptions):
+    if isinstance(options, VerifyRunOptions):
         from ckptx.api.verify_run import verify_models
 
         return verify_models(options)

@@ -20,7 +20,7 @@ from ckptx.formats.sidecars import MANIFEST
 from ckptx.layout.stages import split_layers
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import to_json
-from ckptx.options.verify import CompareRunOptions
+from ckptx.options.verify import VerifyRunOptions
 from ckptx.processes.launch import launch
 from ckptx.processes.rendezvous import is_first_rank, is_launched, is_launched_by_us
 from ckptx.report.documents.verify_run import RunReport
@@ -28,7 +28,7 @@ from ckptx.report.number_formats import peak_of_processes
 from ckptx.report.report import Log, Stopwatch
 
 
-def verify_models(options: CompareRunOptions) -> RunReport:
+def verify_models(options: VerifyRunOptions) -> RunReport:
     """Build both models, load the checkpoint on a mesh, and compare logits, loss and gradients.
 
     Raises:
@@ -83,7 +83,7 @@ def _config_notes(reference: Path, checkpoint: Path) -> list[str]:
     ]
 
 
-def _with_recorded_layout(options: CompareRunOptions, checkpoint: Path, log: Log) -> CompareRunOptions:
+def _with_recorded_layout(options: VerifyRunOptions, checkpoint: Path, log: Log) -> VerifyRunOptions:
     """Return the options with the tensor-parallel rules and the stages in the manifest of the checkpoint.
 
     The rules are used for tp > 1 if the options have no TP plan. The stages are used if the mesh has the same number of

@@ -14,7 +14,7 @@ from ckptx.cli.main import run
 from ckptx.cli.output import Output
 from ckptx.options.document import from_json
 from ckptx.options.output import ReportOutput
-from ckptx.options.verify import CompareRunOptions
+from ckptx.options.verify import VerifyRunOptions
 
 
 def run_rank() -> int:
@@ -24,7 +24,7 @@ def run_rank() -> int:
 
     gc.enable()  # models are full of reference cycles
     options_path, report_file = sys.argv[1:]
-    options = from_json(Path(options_path).read_text(encoding="utf-8"), CompareRunOptions)
+    options = from_json(Path(options_path).read_text(encoding="utf-8"), VerifyRunOptions)
     output = Output(ReportOutput(report_file=report_file), is_quiet=True)
     return output.run("verify", lambda log: verify_models(options.with_values(log=log)), run_text, run_verdict)
 

@@ -31,7 +31,7 @@ from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.unknown_class import note_on_unknown_ties
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
-from ckptx.options.verify import CompareOptions
+from ckptx.options.verify import VerifyOptions
 from ckptx.processes.threads import run_threads
 from ckptx.quantization.checkpoint import is_quantized, open_dequantized
 from ckptx.quantization.computed_files import reset_counts, stored_bytes_read
@@ -49,7 +49,7 @@ _BUFFER = 1 << 20
 _MAX_LISTED_KEYS = 4  # keys of a config in a note
 
 
-def verify_bytes(options: CompareOptions, *, with_state: bool = True) -> VerifyReport:
+def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyReport:
     """Compare the contents of two checkpoints.
 
     The `exit` of the report is 1 if they differ, if nothing can be compared, and with `strict` if state was not

@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "verify": Command(
         "Compare two checkpoints bit for bit, or with --run the outputs of their models",
-        ["verify:CompareOptions", "verify:CompareRunOptions"], "ckptx.api.verify:verify",
+        ["verify:VerifyOptions", "verify:VerifyRunOptions"], "ckptx.api.verify:verify",
         "output:ReportOutput",
     ),
     "forecast": Command(

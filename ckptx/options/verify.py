@@ -124,7 +124,7 @@ class RunOptions(
             raise UsageError(f"--microbatches: {self.microbatches} must be between 1 and {_MAX_MICROBATCHES:,}")
 
 
-class CompareOptions(
+class VerifyOptions(
     StrictOptions,
     BufferOptions,
     LogOptions,
@@ -160,7 +160,7 @@ class CompareOptions(
     run: Annotated[Literal[False], Option(_RUN_HELP, MODEL_RUN)] = False
 
 
-class CompareRunOptions(RunOptions, TwoCheckpointOptions, kw_only=False):
+class VerifyRunOptions(RunOptions, TwoCheckpointOptions, kw_only=False):
     """Options of `verify --run`."""
 
     command: ClassVar[str] = "verify --run"

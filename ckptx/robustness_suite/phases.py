@@ -31,7 +31,7 @@ from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
 from ckptx.options.conversion import Names
-from ckptx.options.verify import CompareOptions
+from ckptx.options.verify import VerifyOptions
 from ckptx.robustness_suite.kills import select_kill_points
 from ckptx.robustness_suite.oracles import (
     Difference,
@@ -406,7 +406,7 @@ def _logits_verdict(session: Session, reference: Logits, actual: Logits, noise: 
 def _compare_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
     """Compare all tensors of two models bit for bit, in any format and layout."""
     # Other oracles compare the rest of the state.
-    report = verify_bytes(CompareOptions(reference, actual), with_state=False)
+    report = verify_bytes(VerifyOptions(reference, actual), with_state=False)
     prefix = f"{label}: " if label else ""
     differences = [
         Difference("model", f"{prefix}{row['name']}", None, "the same", str(row.get("kind", "differs")))

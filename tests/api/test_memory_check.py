@@ -10,7 +10,7 @@ import torch
 from ckptx.api.memory_check import check_memory_fit
 from ckptx.api.verify_run import verify_models
 from ckptx.errors import SpaceError
-from ckptx.options.verify import CompareRunOptions, RunOptions
+from ckptx.options.verify import RunOptions, VerifyRunOptions
 from tests.support.models import llama
 
 GIB = 2**30
@@ -37,7 +37,7 @@ def test_what_cannot_fit_is_refused(checkpoint: Path) -> None:
 
 def test_a_process_that_has_trained_asks_too(checkpoint: Path) -> None:
     torch.ones(2, requires_grad=True).sum().backward()
-    options = CompareRunOptions(checkpoint, checkpoint, run=True, gpu_memory="80GB", device="cpu")
+    options = VerifyRunOptions(checkpoint, checkpoint, run=True, gpu_memory="80GB", device="cpu")
     report = verify_models(options)
     assert report.ok
     assert report.forecast_peak is not None and report.measured_peak is not None

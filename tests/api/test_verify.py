@@ -11,7 +11,7 @@ import ckptx
 from ckptx.api import verify_run as running
 from ckptx.comparison import contents as bits
 from ckptx.errors import InputError, UsageError
-from ckptx.options.verify import CompareOptions, CompareRunOptions
+from ckptx.options.verify import VerifyOptions, VerifyRunOptions
 from tests.support.checkpoint_writers import llama, write_hf
 
 
@@ -45,7 +45,7 @@ def test_options_reach_the_one_that_has_them(
     other = {"dtype": None, "tp": None} | options  # None is not given
     ckptx.verify(kind(pair[0]), kind(pair[1]), run=run, **other)
     paths = kind(pair[0]), kind(pair[1])
-    assert made == [CompareRunOptions(*paths, run=True, **options) if run else CompareOptions(*paths, **options)]
+    assert made == [VerifyRunOptions(*paths, run=True, **options) if run else VerifyOptions(*paths, **options)]
 
 
 @pytest.mark.parametrize(

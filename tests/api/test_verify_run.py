@@ -17,7 +17,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import from_json
 from ckptx.options.option import settings_of
-from ckptx.options.verify import CompareRunOptions
+from ckptx.options.verify import VerifyRunOptions
 from ckptx.report.documents.verify_run import RunReport
 from ckptx.report.report import Log
 from ckptx.report.verify_run import run_verdict
@@ -63,7 +63,7 @@ class Launched:
 
 def run(**options: Any) -> RunReport:
     """Run `verify --run` of two checkpoints."""
-    return verify_models(CompareRunOptions(A, B, run=True, **options))
+    return verify_models(VerifyRunOptions(A, B, run=True, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +129,10 @@ def test_ranks_read_the_options_that_they_are_given(launched: Launched, tmp_path
         "source_prefix": "auto", "revision": "v1", "token": "secret", "cache_dir": tmp_path, "log": Log(),
     }  # fmt: skip
     run(**given)
-    heard = from_json(launched.order, CompareRunOptions)
+    heard = from_json(launched.order, VerifyRunOptions)
     hooks_and_paths = {"log": None, "tp_plan": str(plan), "cache_dir": str(tmp_path)}
     assert {name: getattr(heard, name) for name in given} == given | hooks_and_paths
-    options = {name for name, each in settings_of(CompareRunOptions).items() if each.option is not None}
+    options = {name for name, each in settings_of(VerifyRunOptions).items() if each.option is not None}
     assert options - given.keys() == {"run", "gpu_memory", "gpu"}, "give the new option a value here"
 
 
@@ -168,7 +168,7 @@ def test_the_layout_that_the_manifest_records_is_used(
 ) -> None:
     monkeypatch.undo()
     log = Log()
-    given = CompareRunOptions(resharded / "hf", resharded / name, run=True, **options)
+    given = VerifyRunOptions(resharded / "hf", resharded / name, run=True, **options)
     found = running._with_recorded_layout(given, resharded / name, log)
     manifest = str(resharded / name / "ckptx.json")
     assert (found.tp_plan, found.pp_split) == (manifest if has_plan else None, split)
@@ -183,7 +183,7 @@ def test_given_rules_take_precedence_and_a_manifest_without_rules_is_refused(
 ) -> None:
     monkeypatch.undo()
     plan = str(resharded / "plan.json")
-    given = CompareRunOptions(resharded / "hf", resharded / "own", run=True, tp=2, tp_plan=plan)
+    given = VerifyRunOptions(resharded / "hf", resharded / "own", run=True, tp=2, tp_plan=plan)
     assert running._with_recorded_layout(given, resharded / "own", Log()).tp_plan == plan
     with pytest.raises(UsageError, match=r"--tp-plan: .*ckptx\.json: records no tensor-parallel rules; pass a file"):
         read_plan(str(resharded / "even" / "ckptx.json"))
@@ -206,9 +206,9 @@ def test_rules_survive_a_chain_of_meshes(resharded: Path, tmp_path: Path) -> Non
 def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:
     run(tp=2)
     with pytest.raises(InternalError, match="required those of verify --run"):
-        from_json(launched.order.replace("--run", ""), CompareRunOptions)
+        from_json(launched.order.replace("--run", ""), VerifyRunOptions)
     with pytest.raises(InternalError, match="'tensor_parallel'"):
-        from_json(launched.order.replace('"tp"', '"tensor_parallel"'), CompareRunOptions)
+        from_json(launched.order.replace('"tp"', '"tensor_parallel"'), VerifyRunOptions)
 
 
 def test_the_report_of_rank_0_is_adopted_and_the_time_is_our_own(launched: Launched) -> None:

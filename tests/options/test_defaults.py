@@ -223,13 +223,13 @@ def test_a_launched_rank_reads_no_defaults(monkeypatch: pytest.MonkeyPatch) -> N
     from ckptx.api import verify_run as running
     from ckptx.cli import rank
     from ckptx.options.document import to_json
-    from ckptx.options.verify import CompareRunOptions
+    from ckptx.options.verify import VerifyRunOptions
 
     files(own="tp = 3\nworkers = 'many'")
-    Path("options.json").write_text(to_json(CompareRunOptions("hf", "hf", run=True, tp=2, strict=True)))
-    heard: list[CompareRunOptions] = []
+    Path("options.json").write_text(to_json(VerifyRunOptions("hf", "hf", run=True, tp=2, strict=True)))
+    heard: list[VerifyRunOptions] = []
 
-    def run_here(options: CompareRunOptions) -> Any:
+    def run_here(options: VerifyRunOptions) -> Any:
         heard.append(options)
         raise UsageError("enough")
 
