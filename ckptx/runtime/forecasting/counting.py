@@ -29,7 +29,7 @@ _COLLECTIVE_BY_PREFIX = {
 
 
 @dataclass(slots=True)
-class Work:
+class OpCounts:
     """Floating-point operations and communication of a part of a step.
 
     Attributes:
@@ -43,27 +43,27 @@ class Work:
     recomputed_flops: int = 0
     sent_bytes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Work, times: int = 1) -> None:
-        """Add other work, `times` times."""
+    def add(self, other: OpCounts, times: int = 1) -> None:
+        """Add other counts, `times` times."""
         self.flops += times * other.flops
         self.recomputed_flops += times * other.recomputed_flops
         for kind, nbytes in other.sent_bytes.items():
             self.sent_bytes[kind] += times * nbytes
 
 
-def sum_work(parts: Iterable[Work]) -> Work:
-    """Return the sum of the work of several parts."""
-    total = Work()
+def sum_op_counts(parts: Iterable[OpCounts]) -> OpCounts:
+    """Return the sum of several counts."""
+    total = OpCounts()
     for each in parts:
         total.add(each)
     return total
 
 
-class WorkCounter:
+class OpCounter:
     """Counters of floating-point operations and communicated bytes.
 
     Attributes:
-        work_by_pass: Work of each pass, by part of the step and number of the pass.
+        op_counts_by_pass: Counts of each pass, by part of the step and number of the pass.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class WorkCounter:
 
     def reset(self) -> None:
         """Reset all counters."""
-        self.work_by_pass: dict[tuple[str, int], Work] = {}
+        self.op_counts_by_pass: dict[tuple[str, int], OpCounts] = {}
 
     def record_operation(
         self, get_phase: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -81,17 +81,17 @@ class WorkCounter:
         flops = 0 if count_flops is None else int(count_flops(*args, **kwargs, out_val=out))
         if flops:
             phase = get_phase()
-            work = self._work_in_phase(phase)
-            work.flops += flops
-            work.recomputed_flops += flops if phase.is_recompute else 0
+            counts = self._op_counts_in_phase(phase)
+            counts.flops += flops
+            counts.recomputed_flops += flops if phase.is_recompute else 0
         elif collective is not None:
             input_bytes = sum(each.nbytes for each in iter_tensors(args, kwargs))
             output_bytes = sum(each.nbytes for each in iter_tensors((out,), {}))
             nbytes = max(input_bytes, output_bytes) if func.namespace == "_c10d_functional" else input_bytes
-            self._work_in_phase(get_phase()).sent_bytes[collective] += nbytes
+            self._op_counts_in_phase(get_phase()).sent_bytes[collective] += nbytes
 
-    def _work_in_phase(self, phase: StepPhase) -> Work:
-        return self.work_by_pass.setdefault((phase.name, phase.pass_index), Work())
+    def _op_counts_in_phase(self, phase: StepPhase) -> OpCounts:
+        return self.op_counts_by_pass.setdefault((phase.name, phase.pass_index), OpCounts())
 
 
 @cache

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptx.runtime.forecasting.counting import Work
+from ckptx.runtime.forecasting.counting import OpCounts
 from ckptx.runtime.forecasting.repeated_layers import RepeatedLayers
 from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.timeline import BytesByKind, LayerKey, Segment, make_timeline
@@ -229,18 +229,18 @@ def _build_forecast(
     extra_periods: Sequence[int],
     segments: Sequence[Segment],
 ) -> RankForecast:
-    """Return the forecast of a rank with these segments, and with work in proportion to the periods."""
+    """Return the forecast of a rank with these segments, and with operation counts in proportion to the periods."""
     first, others = base.forecast, [each.forecast for each in longer_models]
     return replace(
         first,
         timeline=make_timeline(segments, segments[-1].end_by_kind),
-        work_by_pass={
-            pass_key: _extrapolate_work(
-                first.work_by_pass.get(pass_key, Work()),
-                [each.work_by_pass.get(pass_key, Work()) for each in others],
+        op_counts_by_pass={
+            pass_key: _extrapolate_op_counts(
+                first.op_counts_by_pass.get(pass_key, OpCounts()),
+                [each.op_counts_by_pass.get(pass_key, OpCounts()) for each in others],
                 extra_periods,
             )
-            for pass_key in dict.fromkeys(pass_key for each in (first, *others) for pass_key in each.work_by_pass)
+            for pass_key in dict.fromkeys(pass_key for each in (first, *others) for pass_key in each.op_counts_by_pass)
         },
         checkpointed_layers=_extrapolate_number(
             first.checkpointed_layers, [each.checkpointed_layers for each in others], extra_periods
@@ -258,7 +258,10 @@ def _is_match(expected: RankForecast, actual: RankForecast) -> bool:
         pairs = zip((*left.peak_by_kind, *left.end_by_kind), (*right.peak_by_kind, *right.end_by_kind), strict=True)
         if any(abs(a - b) > tolerance for a, b in pairs):
             return False
-    return expected.work_by_pass == actual.work_by_pass and expected.checkpointed_layers == actual.checkpointed_layers
+    return (
+        expected.op_counts_by_pass == actual.op_counts_by_pass
+        and expected.checkpointed_layers == actual.checkpointed_layers
+    )
 
 
 def _with_peak_tensors(
@@ -299,12 +302,12 @@ def _extrapolate_bytes(
     )
 
 
-def _extrapolate_work(base: Work, longer_models: Sequence[Work], extra_periods: Sequence[int]) -> Work:
-    work = Work()
-    work.add(base, 1 - sum(extra_periods))
+def _extrapolate_op_counts(base: OpCounts, longer_models: Sequence[OpCounts], extra_periods: Sequence[int]) -> OpCounts:
+    counts = OpCounts()
+    counts.add(base, 1 - sum(extra_periods))
     for each, number in zip(longer_models, extra_periods, strict=True):
-        work.add(each, number)
-    return work
+        counts.add(each, number)
+    return counts
 
 
 def _extrapolate_number(base: int, longer_models: Sequence[int], extra_periods: Sequence[int]) -> int:

@@ -58,8 +58,8 @@ def build_report(
         reserved=reserve_bytes(peak),
         fits=fits,
         other_precision=None if other is None else _other_precision_row(*other, memory),
-        flops=sum(each.work.flops for each in ranks) * dims.ranks_per_stage,
-        recomputed_flops=sum(each.work.recomputed_flops for each in ranks) * dims.ranks_per_stage,
+        flops=sum(each.op_counts.flops for each in ranks) * dims.ranks_per_stage,
+        recomputed_flops=sum(each.op_counts.recomputed_flops for each in ranks) * dims.ranks_per_stage,
         assumptions=list_assumptions(
             task,
             task.dims.tp,
@@ -85,7 +85,7 @@ def _other_precision_row(task: ForecastTask, peak: int, memory: int | None) -> d
 
 def _rank_row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
     timeline = rank.timeline
-    worst, work, peak = timeline.peak_segment, rank.work, rank.peak
+    worst, op_counts, peak = timeline.peak_segment, rank.op_counts, rank.peak
     return {
         "stages": list(rank.stages),
         "peak": peak,
@@ -94,9 +94,9 @@ def _rank_row(rank: RankForecast, memory: int | None) -> dict[str, Any]:
         "between_steps_by_kind": dict(zip(KINDS, timeline.between_steps_by_kind, strict=True)),
         "peak_tensor": _storage_row(worst.peak_storage) if worst.peak_storage is not None else None,
         "largest_tensors": [_storage_row(each) for each in worst.largest_storages],
-        "flops": work.flops,
-        "recomputed_flops": work.recomputed_flops,
-        "sent_bytes": dict(work.sent_bytes),
+        "flops": op_counts.flops,
+        "recomputed_flops": op_counts.recomputed_flops,
+        "sent_bytes": dict(op_counts.sent_bytes),
         "checkpointed_layers": rank.checkpointed_layers,
         "fits": None if memory is None else peak + reserve_bytes(peak) <= memory,
         "timeline": [

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ckptx.errors import CkptxError, UnsupportedError
 from ckptx.layout.stages import StageMap
 from ckptx.mapping.names import pattern_of
-from ckptx.runtime.forecasting.counting import Work, WorkCounter, sum_work
+from ckptx.runtime.forecasting.counting import OpCounter, OpCounts, sum_op_counts
 from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.forecasting.pipeline import IsolatedPipeline, StageInputSlots
 from ckptx.runtime.forecasting.step import StepSpec, make_step_batches, make_step_inputs, make_step_optimizer
@@ -72,7 +72,7 @@ class RankForecast:
         missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
         stages: Numbers of its pipeline stages; (0,) without a pipeline.
         timeline: Memory over the step.
-        work_by_pass: Work of each pass, by part of the step and number of the pass.
+        op_counts_by_pass: Operations and communication of each pass, by part of the step and number of the pass.
         checkpointed_layers: Number of layers that recompute activations.
         input_bytes: Bytes of the inputs of a microbatch.
         omitted_layers: Number of repeated layers that did not run.
@@ -86,7 +86,7 @@ class RankForecast:
     missing_inputs: tuple[str, ...]
     stages: tuple[int, ...]
     timeline: MemoryTimeline
-    work_by_pass: Mapping[tuple[str, int], Work]
+    op_counts_by_pass: Mapping[tuple[str, int], OpCounts]
     checkpointed_layers: int
     input_bytes: int = 0
     omitted_layers: int = 0
@@ -100,9 +100,9 @@ class RankForecast:
         return sum(self.timeline.peak_segment.peak_by_kind)
 
     @property
-    def work(self) -> Work:
-        """Work of the whole step."""
-        return sum_work(self.work_by_pass.values())
+    def op_counts(self) -> OpCounts:
+        """Operations and communication of the whole step."""
+        return sum_op_counts(self.op_counts_by_pass.values())
 
 
 def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tuple[RankForecast, BoundaryCache]:
@@ -138,14 +138,14 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
     config = {**whole_model.config.to_dict(), "architectures": whole_model.config.architectures}
     inputs = make_step_inputs(task, config)
     rank_model = _build_rank_model(task, rank_context, cache)
-    ledger, work_counter = StorageLedger(), WorkCounter()
+    ledger, op_counter = StorageLedger(), OpCounter()
 
     def on_operation(*operation: Any) -> None:
         ledger.record_operation(*operation)
-        work_counter.record_operation(ledger.current_phase, *operation)
+        op_counter.record_operation(ledger.current_phase, *operation)
 
     with _run_on_shapes(rank_model, on_operation), ledger.watch(rank_model.models):
-        begin, end = _run_step(rank_model, task, inputs, ledger, work_counter, cache.input_slots)
+        begin, end = _run_step(rank_model, task, inputs, ledger, op_counter, cache.input_slots)
         layer_names = [
             layer.name for model in rank_model.models for group in layer_groups(model).values() for layer in group
         ]
@@ -157,7 +157,7 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
         missing_inputs=inputs.missing,
         stages=tuple(rank_model.stages),
         timeline=timeline,
-        work_by_pass=work_counter.work_by_pass,
+        op_counts_by_pass=op_counter.op_counts_by_pass,
         checkpointed_layers=rank_model.checkpointed_layer_count,
         input_bytes=sum(each.nbytes for each in (*inputs.batch.values(), inputs.labels)),
         gathered_modules=() if layout is None else tuple(dict.fromkeys(map(pattern_of, layout.gathered_modules))),
@@ -241,7 +241,7 @@ def _run_step(
     task: ForecastTask,
     inputs: Inputs,
     ledger: StorageLedger,
-    work_counter: WorkCounter,
+    op_counter: OpCounter,
     input_slots: StageInputSlots,
 ) -> tuple[int, int]:
     """Run one step; return the numbers of its first event and of the first event after it.
@@ -263,7 +263,7 @@ def _run_step(
         rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
     begin = len(ledger.events)
     ledger.reset_passes()
-    work_counter.reset()
+    op_counter.reset()
     StepSpec(rank_model, task, inputs, optimizer).run(ledger)
     return begin, len(ledger.events)
 

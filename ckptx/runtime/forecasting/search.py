@@ -382,7 +382,7 @@ def min_peak_bytes(task: ForecastTask, parameter_count: int, dims: ParallelDims)
 def has_steady_passes(rank: RankForecast) -> bool:
     """Return True if the second and the third microbatch do the same work."""
     return all(
-        rank.work_by_pass.get((part, 1)) == rank.work_by_pass.get((part, 2)) is not None
+        rank.op_counts_by_pass.get((part, 1)) == rank.op_counts_by_pass.get((part, 2)) is not None
         for part in ("forward", "backward")
     )
 
@@ -390,20 +390,20 @@ def has_steady_passes(rank: RankForecast) -> bool:
 def make_candidate(task: ForecastTask, ranks: Sequence[RankForecast], extra_microbatches: int) -> Candidate:
     """Combine the forecasts of ranks, adding `extra_microbatches` microbatches to those that ran."""
     count = task.microbatches - extra_microbatches  # microbatches that ran
-    work = []
+    all_counts = []
     for rank in ranks:
-        rank_work = rank.work
+        rank_counts = rank.op_counts
         for part in ("forward", "backward") if extra_microbatches else ():
-            rank_work.add(rank.work_by_pass[part, 1], extra_microbatches)
-        work.append(rank_work)
-    largest_work = max(work, key=lambda each: each.flops)
-    largest_sender = max(work, key=lambda each: sum(each.sent_bytes.values()))
+            rank_counts.add(rank.op_counts_by_pass[part, 1], extra_microbatches)
+        all_counts.append(rank_counts)
+    largest_counts = max(all_counts, key=lambda each: each.flops)
+    largest_sender = max(all_counts, key=lambda each: sum(each.sent_bytes.values()))
     return Candidate(
         task,
         max(each.peak + extra_microbatches * _bytes_per_microbatch(each, count) for each in ranks),
         max(sum(each.timeline.between_steps_by_kind) for each in ranks),
-        largest_work.flops,
-        largest_work.recomputed_flops,
+        largest_counts.flops,
+        largest_counts.recomputed_flops,
         Counter(largest_sender.sent_bytes),
         ranks[0].missing_inputs,
     )

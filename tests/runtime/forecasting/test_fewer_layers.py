@@ -98,8 +98,8 @@ def assert_same(few: RankForecast, every: RankForecast) -> None:
     assert [(each.phase, each.pass_index, each.layer, each.peak_by_kind, each.end_by_kind) for each in one] == [
         (each.phase, each.pass_index, each.layer, each.peak_by_kind, each.end_by_kind) for each in other
     ]
-    assert few.work_by_pass == every.work_by_pass
-    told = ("omitted_layers", "timeline", "work_by_pass")
+    assert few.op_counts_by_pass == every.op_counts_by_pass
+    told = ("omitted_layers", "timeline", "op_counts_by_pass")
     assert all(
         getattr(few, each.name) == getattr(every, each.name)
         for each in dataclasses.fields(few)
@@ -185,10 +185,10 @@ def test_a_third_step_is_held_against_the_first_two(runs: tuple[RepeatedLayers, 
         assert extrapolate([repeat], base, [grown], spoiled) is None
 
 
-@pytest.mark.parametrize("what", ["work_by_pass", "checkpointed_layers"])
+@pytest.mark.parametrize("what", ["op_counts_by_pass", "checkpointed_layers"])
 def test_so_is_what_it_computes(what: str, runs: tuple[RepeatedLayers, list[ShortModelForecast]]) -> None:
     repeat, (base, grown, third) = runs
-    other: Any = {} if what == "work_by_pass" else 7
+    other: Any = {} if what == "op_counts_by_pass" else 7
     spoiled = dataclasses.replace(third, forecast=dataclasses.replace(third.forecast, **{what: other}))
     assert extrapolate([repeat], base, [grown], spoiled) is None
 

@@ -182,7 +182,7 @@ def facts(ranks: list[RankForecast]) -> list[Any]:
         (
             [(each.phase, each.pass_index, each.peak_by_kind, each.end_by_kind) for each in rank.timeline.segments],
             rank.timeline.between_steps_by_kind,
-            rank.work_by_pass,
+            rank.op_counts_by_pass,
         )
         for rank in ranks
     ]

@@ -18,7 +18,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.options.forecast import ForecastOptions
 from ckptx.report.documents.forecast import ForecastReport, SearchReport
 from ckptx.runtime.forecasting import search as searching
-from ckptx.runtime.forecasting.counting import Work
+from ckptx.runtime.forecasting.counting import OpCounts
 from ckptx.runtime.forecasting.larger_mesh import find_larger_mesh
 from ckptx.runtime.forecasting.ranks import _RankForecaster, forecast_ranks
 from ckptx.runtime.forecasting.reporting import list_assumptions
@@ -131,8 +131,8 @@ def test_few_microbatches_say_what_many_take(dims: ParallelDims, source: Path) -
     found = searching.make_candidate(task, few, task.microbatches - count)
     assert found.peak == pytest.approx(max(each.peak for each in many), rel=1e-4)
     assert dims.pp == 1 or found.peak > 1.001 * max(each.peak for each in few)
-    assert found.flops == max(each.work.flops for each in many)
-    assert sum(found.sent_bytes.values()) == max(sum(each.work.sent_bytes.values()) for each in many)
+    assert found.flops == max(each.op_counts.flops for each in many)
+    assert sum(found.sent_bytes.values()) == max(sum(each.op_counts.sent_bytes.values()) for each in many)
 
 
 def test_all_microbatches_run_where_they_take_more_memory(source: Path) -> None:
@@ -147,9 +147,9 @@ def test_all_microbatches_run_where_they_take_more_memory(source: Path) -> None:
 def test_turns_that_differ_are_not_steady(source: Path) -> None:
     (rank,) = forecast_ranks(with_layout(step(source, 4), ParallelDims(), "none", 4))
     assert has_steady_passes(rank)
-    turns = {**rank.work_by_pass, ("backward", 2): Work(flops=1)}
-    assert not has_steady_passes(dataclasses.replace(rank, work_by_pass=turns))
-    assert not has_steady_passes(dataclasses.replace(rank, work_by_pass={}))
+    turns = {**rank.op_counts_by_pass, ("backward", 2): OpCounts(flops=1)}
+    assert not has_steady_passes(dataclasses.replace(rank, op_counts_by_pass=turns))
+    assert not has_steady_passes(dataclasses.replace(rank, op_counts_by_pass={}))
 
 
 def test_the_first_is_what_wastes_least(source: Path) -> None:
