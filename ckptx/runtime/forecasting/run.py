@@ -28,7 +28,7 @@ from ckptx.runtime.model.build import allocate_storage, build_model
 from ckptx.runtime.model.layers import canonical_name, layer_groups
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
-from ckptx.runtime.parallel.pipeline.plan import find_and_check_boundaries
+from ckptx.runtime.parallel.pipeline.plan import GetOutput, MakeBatches, find_and_check_boundaries
 from ckptx.runtime.parallel.pipeline.schedules import Schedule
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.runtime.torch_private import (
@@ -52,12 +52,17 @@ class BoundaryCache:
     input_slots: StageInputSlots = field(default_factory=dict)
 
     def find_boundaries(
-        self, model: nn.Module, stages: StageMap, schedule: Schedule, batches: Any, output: Any
+        self,
+        model: nn.Module,
+        stages: StageMap,
+        schedule: Schedule,
+        make_batches: MakeBatches,
+        get_output: GetOutput,
     ) -> StageBoundaries:
         """Find stage boundaries for `plan_pipeline_of_stacks`, once, on a small model with values."""
         if self.stage_boundaries is None:
             self.stage_boundaries = find_and_check_boundaries(
-                model, stages, batches, output, split_backward=schedule.splits_backward
+                model, stages, make_batches, get_output, split_backward=schedule.splits_backward
             )
         return self.stage_boundaries
 
@@ -177,21 +182,21 @@ def find_task_boundaries(task: ForecastTask) -> StageBoundaries | None:
     return cache.stage_boundaries
 
 
-def find_sent_shapes(task: ForecastTask, stages: int, number: int, cache: BoundaryCache) -> BoundaryCache:
+def find_sent_shapes(task: ForecastTask, stage_count: int, stage_index: int, cache: BoundaryCache) -> BoundaryCache:
     """Record the shapes that a stage sends if each has a rank of its own, and return the updated cache.
 
     Args:
         task: Step to run.
-        stages: Number of stages.
-        number: Number of this stage.
+        stage_count: Number of pipeline stages.
+        stage_index: Index of the stage, from 0.
         cache: Facts from earlier stages.
 
     Raises:
         UnsupportedError: See `run_rank`.
     """
-    layout = structs.replace(task.recipe.layout, pp=stages, schedule="gpipe")
+    layout = structs.replace(task.recipe.layout, pp=stage_count, schedule="gpipe")
     task = replace(task, recipe=structs.replace(task.recipe, layout=layout))
-    with _fake_rank(task, number) as rank_context:
+    with _fake_rank(task, stage_index) as rank_context:
         rank_model = _build_rank_model(task, rank_context, cache)
         model = rank_model.models[0]
         inputs = make_step_inputs(task, {**model.config.to_dict(), "architectures": model.config.architectures})
