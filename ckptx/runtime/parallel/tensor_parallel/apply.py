@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,17 +118,19 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
         id(parameters[name]): _make_tp_sharding(shapes[name], decisions[name], ranks.size) for name in parameters
     }
     local_parameters = list(_iter_sharded_parameters(model, shardings))
-    gathered_units = _find_gathered_units(model, plan, all_decisions, ranks.size)
-    _refuse_split_heads(plan, decisions, shapes, gathered_units, ranks.size)
+    gathered_by_unit = _find_gathered_modules(model, plan, all_decisions, ranks.size)
+    _refuse_split_heads(plan, decisions, shapes, gathered_by_unit, ranks.size)
     _replace_by_dtensors(local_parameters, ranks)
     if ranks.size > 1:
-        _install_styles(model, plan, ranks, local_parameters, gathered_units)
-    scopes = tuple(scope for scopes in gathered_units.values() for scope in scopes)
-    outputs = _find_gathered_outputs(plan, decisions, scopes)
+        _install_styles(model, plan, ranks, local_parameters, gathered_by_unit)
+    gathered_modules = tuple(chain.from_iterable(gathered_by_unit.values()))
+    outputs = _find_gathered_outputs(plan, decisions, gathered_modules)
     sharded_modules = {name.rpartition(".")[0] for name, _ in local_parameters}
-    has_sharded_head = plan.sharded_head in sharded_modules and not _is_in_any_module(f"{plan.sharded_head}.", scopes)
+    has_sharded_head = plan.sharded_head in sharded_modules and not _is_in_any_module(
+        f"{plan.sharded_head}.", gathered_modules
+    )
     head = plan.sharded_head if has_sharded_head else ""
-    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, scopes, outputs, head)
+    return TensorParallelLayout(ranks.size, ranks.rank, decisions, shapes, gathered_modules, outputs, head)
 
 
 def find_gather_unit(name: str) -> str:
@@ -205,7 +208,7 @@ def _torch_placement(sharding: TpSharding) -> TorchPlacement:
     return Shard(sharding.dim)
 
 
-def _find_gathered_units(
+def _find_gathered_modules(
     model: nn.Module, plan: TpPlan, decisions: Mapping[str, PlacementDecision], tp: int
 ) -> dict[str, tuple[str, ...]]:
     """Return each unit that cannot run on shards -> the modules around whose forward pass its tensors are gathered."""
@@ -213,13 +216,13 @@ def _find_gathered_units(
     units: dict[str, list[str]] = {}
     for name in decisions:
         units.setdefault(find_gather_unit(name), []).append(name)
-    scopes_by_unit: dict[str, tuple[str, ...]] = {}
+    gathered_by_unit: dict[str, tuple[str, ...]] = {}
     for unit, names in units.items():
         sharded_names = [name for name in names if decisions[name].placement is not None]
         if sharded_names and not _can_run_on_shards(plan, modules, names, decisions, tp):
             owner_modules = dict.fromkeys(name.rpartition(".")[0] for name in sharded_names)
-            scopes_by_unit[unit] = (unit,) if _has_forward(modules[unit]) else tuple(owner_modules)
-    return scopes_by_unit
+            gathered_by_unit[unit] = (unit,) if _has_forward(modules[unit]) else tuple(owner_modules)
+    return gathered_by_unit
 
 
 def _can_run_on_shards(
@@ -324,14 +327,14 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _find_gathered_outputs(
-    plan: TpPlan, decisions: Mapping[str, PlacementDecision], scopes: Iterable[str]
+    plan: TpPlan, decisions: Mapping[str, PlacementDecision], gathered_modules: Iterable[str]
 ) -> dict[str, bool]:
-    """Return `TensorParallelLayout.gathered_outputs`; modules inside `scopes` are gathered as a whole and left out."""
+    """Return `TensorParallelLayout.gathered_outputs`, without the modules inside `gathered_modules`."""
     gathered_outputs: dict[str, bool] = {}
     for name, decision in decisions.items():
         module = name.rpartition(".")[0]
         is_sharded = decision.placement is not None and module != plan.sharded_head
-        if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_in_any_module(name, scopes):
+        if is_sharded and plan.style_of(module) in GATHER_STYLES and not _is_in_any_module(name, gathered_modules):
             gathered_outputs[module] = gathered_outputs.get(module, True) and decision.aligned is not False
     return gathered_outputs
 
@@ -340,7 +343,7 @@ def _refuse_split_heads(
     plan: TpPlan,
     decisions: Mapping[str, PlacementDecision],
     shapes: Mapping[str, tuple[int, ...]],
-    gathered_units: Mapping[str, tuple[str, ...]],
+    gathered_by_unit: Mapping[str, tuple[str, ...]],
     tp: int,
 ) -> None:
     for name, decision in decisions.items():
@@ -351,7 +354,7 @@ def _refuse_split_heads(
             or match[1].style in (*GATHER_STYLES, *SPLIT_STYLES)
         ):
             continue
-        if not _is_in_any_module(name, gathered_units):
+        if not _is_in_any_module(name, gathered_by_unit):
             assert decision.placement is not None
             raise UnsupportedError(
                 f"{plan.class_name}: tp={tp} would split {name} inside a head of size "
@@ -369,28 +372,28 @@ def _install_styles(
     plan: TpPlan,
     ranks: TpRanks,
     parameters: list[tuple[str, ShardedParameter]],
-    gathered_units: Mapping[str, tuple[str, ...]],
+    gathered_by_unit: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Install the styles on the modules: first those that run on shards, then those that gather around them."""
     modules = dict(model.named_modules())
     sharded_modules = {name.rpartition(".")[0] for name, _ in parameters}
-    scopes = [scope for scopes in gathered_units.values() for scope in scopes]
-    sequence_sharding = sequence.shard_sequence(modules, plan, sharded_modules, scopes)
+    gathered_modules = list(chain.from_iterable(gathered_by_unit.values()))
+    sequence_sharding = sequence.shard_sequence(modules, plan, sharded_modules, gathered_modules)
     sequence.install_gradient_sums(modules, sequence_sharding, ranks)
     for path, module in modules.items():
-        if path and not _is_in_any_module(f"{path}.", gathered_units):
+        if path and not _is_in_any_module(f"{path}.", gathered_by_unit):
             _install_style(model, module, plan, path, path in sharded_modules, sequence_sharding, ranks)
-    for scope in scopes:
-        inner_parameters = [each for name, each in parameters if name.startswith(f"{scope}.")]
-        styles.gather_parameters(modules[scope], inner_parameters, ranks)
+    for path in gathered_modules:
+        inner_parameters = [each for name, each in parameters if name.startswith(f"{path}.")]
+        styles.gather_parameters(modules[path], inner_parameters, ranks)
     sequence.install_sequence_parallel(modules, sequence_sharding, ranks)
     if plan.sharded_head in sharded_modules:
         install_sharded_loss(model)
-    for scope, source in plan.reads_weight.items():
-        if scope in modules and source in modules:
+    for reader, source in plan.reads_weight.items():
+        if reader in modules and source in modules:
             source_parameters = [each for name, each in parameters if name.startswith(f"{source}.")]
-            styles.gather_parameters(modules[scope], source_parameters, ranks)
-    dropout.install_rng_streams(model, modules, plan, sharded_modules, scopes, sequence_sharding, ranks)
+            styles.gather_parameters(modules[reader], source_parameters, ranks)
+    dropout.install_rng_streams(model, modules, plan, sharded_modules, gathered_modules, sequence_sharding, ranks)
 
 
 def _install_style(

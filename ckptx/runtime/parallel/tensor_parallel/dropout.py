@@ -95,7 +95,7 @@ def install_rng_streams(
     streams = RngStreams(ranks)
     colwise_paths, rowwise_paths = [], []
     for path in sharded_modules:
-        if any(is_inside(path, scope) for scope in gathered_modules):
+        if any(is_inside(path, each) for each in gathered_modules):
             continue
         style, module = plan.style_of(path), modules[path]
         if style in EXPERT_STYLES:
@@ -108,7 +108,9 @@ def install_rng_streams(
             if not sequence_sharding.has_partial_output(path):
                 _use_shared_stream_before(module, streams)
             rowwise_paths.append(path)
-    for path in dict.fromkeys(scope for each in colwise_paths for scope in _find_scopes(each, modules, rowwise_paths)):
+    for path in dict.fromkeys(
+        path for each in colwise_paths for path in _find_stream_ends(each, modules, rowwise_paths)
+    ):
         _use_shared_stream_after(modules[path], streams)
     for module in _dropouts_on_sequence_slices(modules, sequence_sharding):
         _use_own_stream_within(module, streams)
@@ -198,7 +200,7 @@ def _use_shared_stream_after(module: nn.Module, streams: RngStreams) -> None:
     module.forward = forward
 
 
-def _find_scopes(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Iterable[str]) -> Iterator[str]:
+def _find_stream_ends(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Iterable[str]) -> Iterator[str]:
     """Yield the paths of the modules whose end switches back to the shared stream after a colwise module.
 
     These are the smallest module that contains it and a rowwise module, and its layer; "" (the model) if there is
@@ -216,8 +218,8 @@ def _find_scopes(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Ite
     layer = next(
         (each for each in enclosing_paths if each.rpartition(".")[2].isdecimal() and _has_forward(modules[each])), None
     )
-    scopes = [each for each in (smallest, layer) if each is not None and _has_forward(modules[each])]
-    yield from scopes or [""]
+    paths = [each for each in (smallest, layer) if each is not None and _has_forward(modules[each])]
+    yield from paths or [""]
 
 
 def _has_forward(module: nn.Module) -> bool:

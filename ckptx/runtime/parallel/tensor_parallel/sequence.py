@@ -65,9 +65,9 @@ class SequenceSharding:
         return any(each.has_partial_output and is_inside(path, each.path) for each in self.full_modules)
 
 
-def is_inside(path: str, scope: str) -> bool:
-    """Return True if a module is the scope itself, or inside it."""
-    return path == scope or path.startswith(f"{scope}.")
+def is_inside(path: str, outer: str) -> bool:
+    """Return True if a module is `outer` itself, or inside it."""
+    return path == outer or path.startswith(f"{outer}.")
 
 
 def shard_sequence(
@@ -300,7 +300,7 @@ def _has_partial_output(
     Other parameters with one dim, such as a norm of queries, lie between projections. A router or a latent projection
     is a replicated matrix, whose input and output are whole.
     """
-    if any(is_inside(scope, path) or is_inside(path, scope) for scope in gathered_modules):
+    if any(is_inside(each, path) or is_inside(path, each) for each in gathered_modules):
         return False
     kinds = set()
     for inner, module in modules.items():
@@ -314,5 +314,5 @@ def _has_partial_output(
 def _are_experts_sharded(
     path: str, plan: TpPlan, sharded_modules: Collection[str], gathered_modules: Collection[str]
 ) -> bool:
-    is_gathered = any(is_inside(scope, path) or is_inside(path, scope) for scope in gathered_modules)
+    is_gathered = any(is_inside(each, path) or is_inside(path, each) for each in gathered_modules)
     return plan.style_of(path) in EXPERT_STYLES and path in sharded_modules and not is_gathered

@@ -248,18 +248,18 @@ def install_identity_expert(module: nn.Module, ranks: TpRanks) -> None:
     module.forward = forward
 
 
-def gather_parameters(scope: nn.Module, parameters: Sequence[ShardedParameter], ranks: TpRanks) -> None:
+def gather_parameters(module: nn.Module, parameters: Sequence[ShardedParameter], ranks: TpRanks) -> None:
     """Gather parameters around a module that holds or reads them, which is correct for every module.
 
     All ranks then compute the same, and a rank's gradient is its shard of a gradient that is whole on every rank.
     """
-    original_forward = scope.forward
+    original_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with swap_parameters(_gather_sharded(parameters, ranks)):
             return original_forward(*args, **kwargs)
 
-    scope.forward = forward
+    module.forward = forward
 
 
 @contextmanager
