@@ -137,9 +137,9 @@ def _tensors_of(file: ComparedFile) -> Iterator[_TensorBytes]:
             entries = list(_entries(file, files, digests))
         except CkptxError:
             return  # another kind of file, which is compared by its bytes
-        is_tensor = file.kind != PICKLE
+        is_parameter_by_default = file.kind != PICKLE
         stored = [
-            StoredItem(file.full_name(each.name), file.label, is_tensor, each.shape, each.dtype.name)
+            StoredItem(file.full_name(each.name), file.label, is_parameter_by_default, each.shape, each.dtype.name)
             for each in entries
         ]
         for entry, oracles in zip(entries, oracles_of_items(stored), strict=True):

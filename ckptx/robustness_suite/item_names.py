@@ -90,17 +90,17 @@ def prefix_of_file(stem: str) -> str | None:
     return None
 
 
-def oracles_of(name: str, is_tensor: bool) -> tuple[str, ...]:
+def oracles_of(name: str, is_parameter_by_default: bool) -> tuple[str, ...]:
     """Return the oracles of an item: one, or two for a learning rate in the groups of an optimizer.
 
     Args:
         name: Path in the checkpoint, with dots.
-        is_tensor: True for a tensor that the format itself names, not one inside a pickled object.
+        is_parameter_by_default: True for a tensor that the format itself names, not one inside a pickled object.
 
     Example:
         app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> param groups, learning rate
     """
-    return oracles_by_words(inner_words(name)) or (("model",) if is_tensor else ("other",))
+    return oracles_by_words(inner_words(name)) or (("model",) if is_parameter_by_default else ("other",))
 
 
 def inner_words(name: str) -> list[str]:

@@ -33,7 +33,7 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _BYTE_DTYPES = frozenset({"U8", "I8"})
 _CPU_GENERATOR_SHAPES = frozenset({(5056,), (5048,)})  # bytes of torch's CPU generator state, since and before 1.13
 _DEVICE_GENERATOR_SHAPES = frozenset({(16,), (44,)})  # bytes of the states of CUDA (seed and offset) and MPS
-_GENERATOR_NAMES = frozenset(
+_RNG_STATE_NAMES = frozenset(
     {"python", "py", "random", "numpy", "np", "torch", "cpu", "cuda", "gpu", "device", "xpu", "npu", "hip", "mps"}
 )
 _NUMPY_KEYS = frozenset({"bit_generator", "state"})
@@ -74,18 +74,18 @@ class StoredItem(NamedTuple):
     Attributes:
         name: Name of the item, with dots.
         file: Label of the file or folder that contains the item.
-        is_tensor: True if the format names this tensor; False for a tensor inside a pickled object.
+        is_parameter_by_default: True if the format names this tensor; False for a tensor inside a pickled object.
         shape: Shape of a tensor; None for other values.
         dtype: Name of the dtype, such as "F32"; None for other values.
-        is_generator: True if the value is an RNG state of Python or numpy.
+        is_rng_tuple: True if the value is an RNG state of Python or numpy.
     """
 
     name: str
     file: str = ""
-    is_tensor: bool = False
+    is_parameter_by_default: bool = False
     shape: Shape | None = None
     dtype: str | None = None
-    is_generator: bool = False
+    is_rng_tuple: bool = False
 
 
 def oracles_of_items(items: Sequence[StoredItem]) -> list[tuple[str, ...]]:
@@ -98,7 +98,7 @@ def oracles_of_items(items: Sequence[StoredItem]) -> list[tuple[str, ...]]:
     return [classifier.oracles(each) for each in classifier.entries]
 
 
-def is_generator_state(value: Any) -> bool:
+def is_rng_tuple(value: Any) -> bool:
     """Return True for a value of `random.getstate()` or `numpy.random.get_state()`, also as lists from JSON."""
     if type(value) not in (list, tuple) or len(value) not in (3, 5):
         return False
@@ -169,7 +169,7 @@ class _StateClassifier:
         self._float_tensor_parents = {
             (entry.item.file, prefix) for entry in entries if entry.is_float for prefix in _prefixes(entry.words[:-1])
         }
-        self._generator_parents = {entry.parent for entry in entries if self._is_generator(entry)}
+        self._rng_state_parents = {entry.parent for entry in entries if self._is_whole_rng_state(entry)}
         self._numpy_parents = {parent for parent in self._siblings if self._is_numpy_state(parent)}
         self._optimizer_parents = {
             entry.parent for entry in entries if entry.is_optimizer_tensor and is_moment(entry.last_word)
@@ -192,7 +192,7 @@ class _StateClassifier:
     def _named_shapes(self) -> Iterator[tuple[_Entry, NamedShape]]:
         for entry in self.entries:
             shape = entry.item.shape
-            if shape is not None and not self._is_generator(entry):
+            if shape is not None and not self._is_whole_rng_state(entry):
                 is_optimizer_sibling = entry.parent in self._optimizer_parents and not is_moment(entry.last_word)
                 if not is_optimizer_sibling:
                     yield entry, NamedShape(entry.words, shape, entry.is_float)
@@ -220,7 +220,7 @@ class _StateClassifier:
             return ("model",)
         if kind_of_word(words[0]) in ("loader", "scheduler"):
             return None
-        if self._is_rng_state(entry):
+        if self._belongs_to_rng_state(entry):
             return ("rng",)
         for oracle, parents in (("scheduler", self._scheduler_parents), ("batch", self._loader_parents)):
             if any((entry.item.file, prefix) in parents for prefix in _prefixes(words[:-1])):
@@ -241,7 +241,7 @@ class _StateClassifier:
         """Return the oracle of an item that neither words nor structure identify."""
         if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
-        if entry.item.shape is None or not (entry.item.is_tensor or entry.last_word in _PARAMETER_NAMES):
+        if entry.item.shape is None or not (entry.item.is_parameter_by_default or entry.last_word in _PARAMETER_NAMES):
             return ("other",)
         if self._roots.model:
             return ("model",) if entry.words[-1] in _PARAMETER_NAMES else ("other",)
@@ -251,17 +251,17 @@ class _StateClassifier:
         if entry.item.shape is None or not has_root(entry.words, self._roots.model):
             return False
         is_named_random = any(kind_of_word(word) == "rng" for word in entry.words)
-        return not (is_named_random and self._is_generator(entry))
+        return not (is_named_random and self._is_whole_rng_state(entry))
 
-    def _is_rng_state(self, entry: _Entry) -> bool:
-        if self._is_generator(entry) or (
-            entry.parent in self._generator_parents and entry.last_word in _GENERATOR_NAMES
+    def _belongs_to_rng_state(self, entry: _Entry) -> bool:
+        if self._is_whole_rng_state(entry) or (
+            entry.parent in self._rng_state_parents and entry.last_word in _RNG_STATE_NAMES
         ):
             return True
         return any((entry.item.file, prefix) in self._numpy_parents for prefix in _prefixes(entry.words[:-1]))
 
-    def _is_generator(self, entry: _Entry) -> bool:
-        if entry.item.is_generator:
+    def _is_whole_rng_state(self, entry: _Entry) -> bool:
+        if entry.item.is_rng_tuple:
             return True
         if entry.item.dtype not in _BYTE_DTYPES:
             return False

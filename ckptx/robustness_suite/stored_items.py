@@ -60,7 +60,7 @@ from ckptx.robustness_suite.file_contents import (
     is_torch_archive,
 )
 from ckptx.robustness_suite.item_names import oracles_of
-from ckptx.robustness_suite.item_oracles import StoredItem, is_generator_state, oracles_of_items
+from ckptx.robustness_suite.item_oracles import StoredItem, is_rng_tuple, oracles_of_items
 from ckptx.robustness_suite.json_values import values_of_json
 from ckptx.robustness_suite.oracles import Items
 from ckptx.robustness_suite.pickle_reader import ContainerInfo, Leaf, PickleReader
@@ -242,8 +242,10 @@ class _ItemCollector:
         return items
 
 
-def _stored_tensor(file: ComparedFile, name: str, entry: TensorEntry, is_tensor: bool = True) -> StoredItem:
-    return StoredItem(name, file.label, is_tensor, entry.shape, entry.dtype.name)
+def _stored_tensor(
+    file: ComparedFile, name: str, entry: TensorEntry, is_parameter_by_default: bool = True
+) -> StoredItem:
+    return StoredItem(name, file.label, is_parameter_by_default, entry.shape, entry.dtype.name)
 
 
 def _read_dcp(file: ComparedFile, items: _ItemCollector) -> None:
@@ -353,7 +355,7 @@ def _add_leaves(
     for whole_name, leaf in sorted(named, key=lambda each: (first[each[0]], each[1].sort_key)):
         tensor_parts = reader.read_tensor(whole_name, leaf.value)
         if tensor_parts is None:
-            item = StoredItem(whole_name, file.label, is_generator=is_generator_state(reader.normalize(leaf.value)))
+            item = StoredItem(whole_name, file.label, is_rng_tuple=is_rng_tuple(reader.normalize(leaf.value)))
             items.add(file, item, reader.value_text(leaf.value))
         else:
             entry, data, attributes_text = tensor_parts
@@ -402,5 +404,5 @@ def _read_json(file: ComparedFile, items: _ItemCollector, run_folder: Path | Non
         _read_bytes(file, items)
         return
     for name, value, text in values:
-        item = StoredItem(file.full_name(name or file.label), file.label, is_generator=is_generator_state(value))
+        item = StoredItem(file.full_name(name or file.label), file.label, is_rng_tuple=is_rng_tuple(value))
         items.add(file, item, text)

@@ -208,7 +208,7 @@ def test_tensors_that_the_optimizer_knows_are_the_model(
         # random numbers
         ([*tensors("zebra."), *ADAM], [StoredItem("z", "", True, (5056,), "U8")], "rng"),
         ([*tensors("zebra."), *ADAM], [StoredItem("dice.0", "", True, (16,), "U8")], "rng"),
-        ([*tensors("zebra."), *ADAM], [StoredItem("dice.a", "", is_generator=True)], "rng"),
+        ([*tensors("zebra."), *ADAM], [StoredItem("dice.a", "", is_rng_tuple=True)], "rng"),
         ([], values("dice.bit_generator", "dice.state.key", "dice.state.pos", "dice.has_gauss"), "rng"),
         ([], values("my_rng", "run.python_rng", "cuda_rng_state", "run.rng_state.0"), "rng"),
         (tensors("model."), [U8_16._replace(name=f"model.{U8_16.name}")], "model"),

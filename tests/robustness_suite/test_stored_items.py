@@ -123,8 +123,8 @@ def trainer_checkpoint(root: Path) -> Path:
     ],
 )
 def test_the_oracle_of_a_name(name: str, oracles: tuple[str, ...]) -> None:
-    is_tensor = name.endswith(("weight", "exp_avg", "exp_avg_sq"))
-    assert oracles_of(name, is_tensor) == oracles
+    is_parameter_by_default = name.endswith(("weight", "exp_avg", "exp_avg_sq"))
+    assert oracles_of(name, is_parameter_by_default) == oracles
 
 
 @pytest.mark.parametrize(
