@@ -27,7 +27,13 @@ from ckptx.wording import counted
 
 _OTHER_FP8_DTYPES = frozenset({"F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 CODE_DTYPES = frozenset().union(*(scheme.code_dtypes for scheme in SCHEMES))
-_CODES_PER_ITEM = {("e2m1", "U8"): 2, ("e2m1", "I8"): 2, ("e2m1", "F4"): 1, ("int4", "I32"): 8, ("int8", "I32"): 4}
+_CODES_PER_STORED_ELEMENT = {
+    ("e2m1", "U8"): 2,
+    ("e2m1", "I8"): 2,
+    ("e2m1", "F4"): 1,
+    ("int4", "I32"): 8,
+    ("int8", "I32"): 4,
+}
 _GROUPS = {"row groups of 32": 32, "row groups of 16": 16}
 _SHAPE_DTYPES = frozenset({"I64", "I32"})
 Granularity = Literal["tensor", "matrix", "row", "column", "group", "block"]
@@ -212,9 +218,9 @@ def _stem(name: str, scheme: Scheme) -> str:
 
 
 def _shape_in_codes(codes: TensorEntry, scheme: Scheme) -> Shape:
-    """Return the shape of a tensor of codes, with the last dim in codes instead of stored items."""
-    per_item = _CODES_PER_ITEM.get((scheme.code_format, codes.dtype.name), 1)
-    return (*codes.shape[:-1], codes.shape[-1] * per_item) if codes.shape else ()
+    """Return the shape of a tensor of codes, with the last dim in codes instead of stored elements."""
+    codes_per_element = _CODES_PER_STORED_ELEMENT.get((scheme.code_format, codes.dtype.name), 1)
+    return (*codes.shape[:-1], codes.shape[-1] * codes_per_element) if codes.shape else ()
 
 
 def _build_quantized_tensor(
