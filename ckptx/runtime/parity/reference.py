@@ -32,14 +32,14 @@ from ckptx.runtime.parity.stagewise_model import ComputePass, StagePartition, St
 
 
 def make_reference(
-    loader: ModelLoader, facts: ModelFacts, batches: Sequence[Inputs], rank_context: RankContext
+    loader: ModelLoader, facts: ModelFacts, microbatches: Sequence[Inputs], rank_context: RankContext
 ) -> ReferenceModel:
     """Return the reference as a whole, or in the fewest stages that stay within the memory limit.
 
     Args:
         loader: Loader of the reference.
         facts: Facts about its model.
-        batches: Microbatches of one step, of all ranks.
+        microbatches: Microbatches of one step, of all ranks.
         rank_context: Context of the rank that runs it.
 
     Raises:
@@ -50,12 +50,12 @@ def make_reference(
     limits = memory.find_memory_limits(facts, options, rank_context)
     model, stacks = loader.build_with_stacks()
     advice = memory.advise_to_save_memory(facts, options)
-    budget = MemoryBudget(model, stacks, batches, options.backward, rank_context.world_size == 1, advice)
+    budget = MemoryBudget(model, stacks, microbatches, options.backward, rank_context.world_size == 1, advice)
     if limits is None or budget.whole_bytes <= limits.whole:
-        return WholeReference(loader, batches, rank_context, options.backward)
+        return WholeReference(loader, microbatches, rank_context, options.backward)
     return StagewiseReference(
         loader,
-        batches,
+        microbatches,
         rank_context,
         partition_reference(model, budget.partition(limits.stagewise), facts),
         backward=options.backward,
@@ -115,13 +115,13 @@ class WholeReference(ReferenceModel):
 
     Attributes:
         loader: Loader of the reference.
-        batches: Microbatches of one step.
+        microbatches: Microbatches of one step.
         rank_context: Context of the rank that runs it.
         backward: Also compute gradients.
     """
 
     loader: ModelLoader
-    batches: Sequence[Inputs]
+    microbatches: Sequence[Inputs]
     rank_context: RankContext
     backward: bool
     partition: StagePartition | None = None
@@ -130,7 +130,7 @@ class WholeReference(ReferenceModel):
     def forward(self) -> ReferenceResult:
         """Run the model unchanged and perturbed; of perturbed gradients, only the largest difference is kept."""
         model = self.loader.load_whole(self.rank_context)
-        result = run_step(model, self.batches, backward=self.backward)
+        result = run_step(model, self.microbatches, backward=self.backward)
         is_repeatable = self.rank_context.device.type == "cpu" or self._is_repeatable(model, result)
         gradients, result.gradients = result.gradients, {}
         distances = dict.fromkeys(gradients, 0.0)
@@ -142,7 +142,7 @@ class WholeReference(ReferenceModel):
 
         for draw in range(noise.NUM_DRAWS):
             with noise.perturb_embeddings(model, draw):
-                perturbed_result = run_step(model, self.batches, backward=self.backward, on_gradient=measure)
+                perturbed_result = run_step(model, self.microbatches, backward=self.backward, on_gradient=measure)
             logits_pairs = zip(result.logits, perturbed_result.logits, strict=True)
             logits_noise = max(logits_noise, *(max_abs_difference(*pair) for pair in logits_pairs))
             loss_noise = max(loss_noise, abs(result.loss - perturbed_result.loss))
@@ -171,7 +171,7 @@ class WholeReference(ReferenceModel):
             if not torch.equal(result.gradients[name], gradient):
                 differing_names.append(name)
 
-        second_result = run_step(model, self.batches, backward=self.backward, on_gradient=compare)
+        second_result = run_step(model, self.microbatches, backward=self.backward, on_gradient=compare)
         are_logits_equal = all(torch.equal(a, b) for a, b in zip(result.logits, second_result.logits, strict=True))
         return not differing_names and are_logits_equal and result.loss == second_result.loss
 
@@ -186,7 +186,7 @@ class StagewiseReference(ReferenceModel):
     def __init__(
         self,
         loader: ModelLoader,
-        batches: Sequence[Inputs],
+        microbatches: Sequence[Inputs],
         rank_context: RankContext,
         partition: StagePartition,
         *,
@@ -196,7 +196,7 @@ class StagewiseReference(ReferenceModel):
 
         Args:
             loader: Loader of the reference.
-            batches: Microbatches of one step.
+            microbatches: Microbatches of one step.
             rank_context: Context of the rank that runs it.
             partition: Its stages.
             backward: Also compute gradients.
@@ -205,19 +205,19 @@ class StagewiseReference(ReferenceModel):
         self._passes = [ComputePass(draw=None), *(ComputePass(draw=draw) for draw in range(noise.NUM_DRAWS))]
         self._backward, self._is_repeatable = backward, rank_context.device.type == "cpu"
         self._stage_opener = partial(_open_stage, loader, partition, rank_context.device)
-        self._model = StagewiseModel(partition, batches, self._passes, self._stage_opener, rank_context.device)
+        self._model = StagewiseModel(partition, microbatches, self._passes, self._stage_opener, rank_context.device)
         self._device = rank_context.device
 
     def forward(self) -> ReferenceResult:
         plain_pass = self._passes[0]
-        result, logits_differences, batches_seen = StepResult(), [0.0], dict.fromkeys(self._passes, 0)
+        result, logits_differences, microbatches_seen = StepResult(), [0.0], dict.fromkeys(self._passes, 0)
 
         def record(compute_pass: ComputePass, logits: Tensor) -> None:
             if compute_pass is plain_pass:
                 result.logits.append(logits)
             else:
-                logits_differences.append(max_abs_difference(result.logits[batches_seen[compute_pass]], logits))
-                batches_seen[compute_pass] += 1
+                logits_differences.append(max_abs_difference(result.logits[microbatches_seen[compute_pass]], logits))
+                microbatches_seen[compute_pass] += 1
 
         self._model.forward(record, backward=self._backward)
         result.loss = plain_pass.loss

@@ -1,14 +1,14 @@
 """Run a model that never needs to be in memory as a whole: stage by stage, with storage for one stage at a time.
 
-These are pipeline stages that run one after another in one process. All batches go through a stage while it is loaded,
-and its outputs are kept for the next. Backward, from the last stage to the first, each stage is loaded again and
-recomputes its forward pass.
+These are pipeline stages that run one after another in one process. All microbatches go through a stage while it is
+loaded, and its outputs are kept for the next. Backward, from the last stage to the first, each stage is loaded again
+and recomputes its forward pass.
 
-    forward     load 0, run every batch, release    load 1, run, release    ...    load n: logits, loss
-    backward    load n, run, backward, release      ...                        load 0, run, backward, release
+    forward     load 0, run every microbatch, release   load 1, run, release   ...   load n: logits, loss
+    backward    load n, run, backward, release          ...                    load 0, run, backward, release
 
-A parameter of several stages, such as a tied embedding and head, gets the sum of its gradients batch by batch, as
-autograd sums them in a whole model: the results are equal bit for bit.
+A parameter of several stages, such as a tied embedding and head, gets the sum of its gradients microbatch by
+microbatch, as autograd sums them in a whole model: the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class ComputePass:
 
     Attributes:
         draw: Seed of the perturbed embeddings; None leaves them unchanged.
-        loss: Mean over the batches.
-        stage_inputs: Inputs of each stage that was reached, one tuple per batch.
-        output_grads: For each batch, gradients of the inputs of the last stage that ran backward.
-        tied_grads: Gradients of tied parameters from later stages, by name of the tie and index of the batch.
+        loss: Mean over the microbatches.
+        stage_inputs: Inputs of each stage that was reached, one tuple per microbatch.
+        output_grads: For each microbatch, gradients of the inputs of the last stage that ran backward.
+        tied_grads: Gradients of tied parameters from later stages, by name of the tie and index of the microbatch.
     """
 
     draw: int | None = None
@@ -100,7 +100,7 @@ class StagewiseModel:
     def __init__(
         self,
         partition: StagePartition,
-        batches: Sequence[Inputs],
+        microbatches: Sequence[Inputs],
         passes: Sequence[ComputePass],
         open_stage: StageOpener,
         device: torch.device,
@@ -109,19 +109,19 @@ class StagewiseModel:
 
         Args:
             partition: Stages of the model, and what connects them.
-            batches: Microbatches of one step; gradients are those of the mean loss.
+            microbatches: Microbatches of one step; gradients are those of the mean loss.
             passes: Computations to run.
             open_stage: Builds and loads a stage.
             device: Device of the inputs and stages.
         """
         self.partition, self._passes, self._stage_opener, self._device = partition, passes, open_stage, device
-        self._batches = batches
-        self._batch_inputs = [
+        self._microbatches = microbatches
+        self._microbatch_inputs = [
             {
                 name: value.to(device, partition.dtype) if value.is_floating_point() else value.to(device)
                 for name, value in each.batch.items()
             }
-            for each in batches
+            for each in microbatches
         ]
         release_freed_memory()
 
@@ -129,19 +129,19 @@ class StagewiseModel:
         """Run all passes forward.
 
         Args:
-            on_logits: Called with the logits of each pass and batch, in order.
+            on_logits: Called with the logits of each pass and microbatch, in order.
             backward: Keep the stage inputs for a backward pass.
 
         Raises:
             UnsupportedError, SpaceError: See `execution.run_step`.
         """
         for compute_pass in self._passes:
-            compute_pass.stage_inputs[0] = [()] * len(self._batches)
+            compute_pass.stage_inputs[0] = [()] * len(self._microbatches)
         for number in range(self.partition.stages.count):
             with self._open_stage(number) as runner:
                 for compute_pass in self._passes:
                     with self._perturb_stage(runner.model, compute_pass), torch.set_grad_enabled(backward):
-                        for index in range(len(self._batches)):
+                        for index in range(len(self._microbatches)):
                             self._forward(runner, compute_pass, index, on_logits)
             if not backward:
                 for compute_pass in self._passes:
@@ -157,18 +157,20 @@ class StagewiseModel:
         with translate_model_errors(runner.model):
             output, boundary_values = runner(
                 runner.model,
-                self._batch_inputs[index],
+                self._microbatch_inputs[index],
                 as_stage_inputs(compute_pass.stage_inputs[runner.number][index]),
             )
             if runner.number == self.partition.last_stage:
                 logits = logits_or_hidden_states(runner.model, output)
-                compute_pass.loss += float(compute_loss(logits, self._batches[index]).detach() / len(self._batches))
+                compute_pass.loss += float(
+                    compute_loss(logits, self._microbatches[index]).detach() / len(self._microbatches)
+                )
                 on_logits(compute_pass, full_tensor(logits.detach()))
             else:
                 compute_pass.stage_inputs[runner.number + 1].append(as_stage_inputs(boundary_values))
 
     def iter_module_outputs(self) -> Iterator[list[OutputsByCall]]:
-        """Yield the outputs of module calls on the first batch, stage by stage; each item has one dict per pass."""
+        """Yield the outputs of module calls on the first microbatch, stage by stage; each list has a dict per pass."""
         inputs_by_pass: list[tuple[Any, ...]] = [()] * len(self._passes)
         for number in range(self.partition.stages.count):
             outputs_by_pass: list[OutputsByCall] = [{} for _ in self._passes]
@@ -178,7 +180,7 @@ class StagewiseModel:
                         self._perturb_stage(runner.model, compute_pass),
                         record_outputs(runner.model, outputs_by_pass[index], self.partition.stages, number),
                     ):
-                        _, boundary_values = runner(runner.model, self._batch_inputs[0], inputs_by_pass[index])
+                        _, boundary_values = runner(runner.model, self._microbatch_inputs[0], inputs_by_pass[index])
                     inputs_by_pass[index] = clone_outputs(boundary_values)
             yield outputs_by_pass
 
@@ -195,7 +197,7 @@ class StagewiseModel:
         """
         if number == self.partition.last_stage:
             for compute_pass in self._passes:
-                compute_pass.output_grads = [[] for _ in self._batches]
+                compute_pass.output_grads = [[] for _ in self._microbatches]
         with self._open_stage(number) as runner:
             with self._tied_head_stage(runner) as head_runner:
                 for compute_pass in self._passes:
@@ -224,9 +226,9 @@ class StagewiseModel:
             *(each for name, each in later_ties.items() if name not in self._recomputed_ties),
         ]
         totals: dict[str, Tensor] = {}
-        for index in range(len(self._batches)):
+        for index in range(len(self._microbatches)):
             self._add_later_grads(head_runner, first_ties, compute_pass, index)
-            is_last = index == len(self._batches) - 1
+            is_last = index == len(self._microbatches) - 1
 
             def complete(name: str, gradient: Tensor) -> None:
                 assert on_gradient is not None
@@ -236,7 +238,7 @@ class StagewiseModel:
                 translate_model_errors(runner.model),
                 gradient_hooks(untied if is_last and on_gradient is not None else {}, complete),
             ):
-                self._backward_of_batch(runner, compute_pass, index, parameters)
+                self._backward_of_microbatch(runner, compute_pass, index, parameters)
             for name, parameter in first_ties.items():
                 if parameter.grad is not None:
                     totals[name] = totals[name].add_(parameter.grad) if name in totals else parameter.grad
@@ -251,18 +253,18 @@ class StagewiseModel:
         for name, parameter in first_ties.items():
             parameter.grad = totals.get(name)
         for name, parameter in (untied | first_ties).items() if on_gradient is not None else ():
-            if parameter.grad is not None:  # a tied one, or one that the last batch did not reach
+            if parameter.grad is not None:  # a tied one, or one that the last microbatch did not reach
                 complete(name, parameter.grad)
                 parameter.grad = None
 
-    def _backward_of_batch(
+    def _backward_of_microbatch(
         self, runner: StageRunner, compute_pass: ComputePass, index: int, parameters: Sequence[Tensor]
     ) -> None:
-        """Recompute one batch forward, then run it backward."""
+        """Recompute one microbatch forward, then run it backward."""
         stage_inputs = as_stage_inputs(compute_pass.stage_inputs[runner.number][index])
         input_leaves = [each for each in stage_inputs if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
-            output, boundary_values = runner(runner.model, self._batch_inputs[index], stage_inputs)
+            output, boundary_values = runner(runner.model, self._microbatch_inputs[index], stage_inputs)
             if runner.number == self.partition.last_stage:
                 outputs, gradients = [self._loss(runner, output, index)], None
             else:
@@ -274,7 +276,9 @@ class StagewiseModel:
         compute_pass.output_grads[index] = get_input_grads(stage_inputs)
 
     def _loss(self, runner: StageRunner, output: Any, index: int) -> Tensor:
-        return compute_loss(logits_or_hidden_states(runner.model, output), self._batches[index]) / len(self._batches)
+        return compute_loss(logits_or_hidden_states(runner.model, output), self._microbatches[index]) / len(
+            self._microbatches
+        )
 
     # ------------------------------------------------------------------------------------------- ties
 
@@ -283,7 +287,7 @@ class StagewiseModel:
         """Names of the ties between the last stage and one other stage, such as a tied head.
 
         Their gradient is computed when the other stage runs, with the last stage loaded again. Otherwise it would have
-        to be kept for each batch and pass until then.
+        to be kept for each microbatch and pass until then.
         """
         return frozenset(
             tie.name for tie in self.partition.ties if len(tie.copies) == 2 and self.partition.last_stage in tie.copies
@@ -323,7 +327,7 @@ class StagewiseModel:
             with translate_model_errors(head_runner.model), torch.enable_grad():
                 output, _ = head_runner(
                     head_runner.model,
-                    self._batch_inputs[index],
+                    self._microbatch_inputs[index],
                     as_stage_inputs(compute_pass.stage_inputs[head_runner.number][index]),
                 )
                 torch.autograd.backward([self._loss(head_runner, output, index)], inputs=recomputed)
