@@ -1,7 +1,12 @@
 """Compare what each rank computed with the reference, and name every difference beyond its tolerance.
 
-Tolerances are measured, see `ckptx.runtime.parity.noise`. A tolerance larger than the compared values themselves could
-not reveal any defect: such a tensor is reported as inconclusive, never as equal.
+Tolerances are measured, see `ckptx.runtime.parity.noise`. One that is as large as the values could not reveal a defect,
+so a difference within it may be inconclusive:
+
+    logits      inconclusive if the tolerance exceeds the standard deviation of the reference
+    gradients   inconclusive if the tolerance exceeds the largest absolute value of the reference; not judged if both
+                sides are zero up to the rounding of the module's gradients
+    loss        never inconclusive
 """
 
 from __future__ import annotations
@@ -92,7 +97,7 @@ class _GradientComparison(NamedTuple):
         reference_magnitude: Largest absolute value in the gradient of the reference.
         own_magnitude: Largest absolute value in the gradient of this rank.
         dtype: Dtype of both gradients.
-        is_exact: True if both must be equal bit for bit.
+        is_exact: True if both gradients have to be equal bit for bit.
         defect: Another defect, such as values that are not finite; empty for none.
     """
 
@@ -113,7 +118,8 @@ class Comparison:
     Attributes:
         rank_context: Context of this rank.
         stored_names: Names on disk by name in the model.
-        is_exact: True if the same operations ran in the same order on both sides; broadcast by the first rank.
+        is_exact: True if results have to be equal bit for bit, because both sides ran the same operations in the same
+            order. `compare_forward` broadcasts the value of the first rank to all.
         tied_copies: Names of parameters with a copy on several stages: their gradients are summed in another order.
         differences: Differences beyond the tolerance.
         inconclusive: Tensors within a tolerance that is too large to reveal a defect.
@@ -203,7 +209,8 @@ class Comparison:
     ) -> None:
         """Compare some gradients with this rank's shards of them, and release those shards.
 
-        Every rank calls it once for each list that `ReferenceModel.gradients` yields, and then `finish_gradients`.
+        Every rank calls it once for each list that `ReferenceModel.gradients` yields, then `report_extra_gradients`,
+        and at last `finish_gradients`.
 
         Args:
             expected: Gradients of the reference; None on every rank but the first.
@@ -239,7 +246,10 @@ class Comparison:
                 each.parameter.grad = None
 
     def report_extra_gradients(self) -> None:
-        """Report gradients of this rank for which the reference has none."""
+        """Report gradients of this rank for which the reference has none, except those that are zero everywhere.
+
+        They are the gradients that no call of `compare_gradients` so far compared.
+        """
         for name, parameters in self._pending.items():
             for each in parameters:
                 gradient = each.parameter.grad

@@ -179,8 +179,8 @@ class WholeReference(ReferenceModel):
 class StagewiseReference(ReferenceModel):
     """A reference that is loaded, run and released stage by stage; on a CPU it equals the whole one bit for bit.
 
-    Weights are read from the checkpoint each time; none are moved to another device.
-    Other devices are not tested for repeatability: their results are compared within the noise.
+    Each time that a stage is loaded, its weights are read from the checkpoint. Other devices are not tested for
+    repeatability: their results are compared within the noise.
     """
 
     def __init__(

@@ -1,14 +1,16 @@
-"""Run a model that never needs to be in memory as a whole: stage by stage, with storage for one stage at a time.
+"""Run a model that never needs to be in memory as a whole: stage by stage, each loaded only while it runs.
 
 These are pipeline stages that run one after another in one process. All microbatches go through a stage while it is
 loaded, and its outputs are kept for the next. Backward, from the last stage to the first, each stage is loaded again
-and recomputes its forward pass.
+and recomputes its forward pass. One stage is in memory at a time, except for a tied head: the backward pass of the
+stage with the embedding loads the last stage beside it.
 
     forward     load 0, run every microbatch, release   load 1, run, release   ...   load n: logits, loss
     backward    load n, run, backward, release          ...                    load 0, run, backward, release
 
 A parameter of several stages, such as a tied embedding and head, gets the sum of its gradients microbatch by
-microbatch, as autograd sums them in a whole model: the results are equal bit for bit.
+microbatch, as autograd sums them in a whole model. On a CPU the results equal those of the whole model bit for bit; on
+other devices this is not tested, and results are compared within the noise.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ OnGradient = Callable[["ComputePass", str, Tensor], None]
 
 
 class StagePartition(NamedTuple):
-    """The stages of an stagewise model, and what connects them.
+    """The stages of a stagewise model, and what connects them.
 
     Attributes:
         stages: Assignment of layers to stages.
@@ -79,7 +81,8 @@ class ComputePass:
         draw: Seed of the perturbed embeddings; None leaves them unchanged.
         loss: Mean over the microbatches.
         stage_inputs: Inputs of each stage that was reached, one tuple per microbatch.
-        output_grads: For each microbatch, gradients of the inputs of the last stage that ran backward.
+        output_grads: For each microbatch, gradients of the inputs of the stage that ran backward last. They are the
+            gradients of the outputs of the stage that runs backward next.
         tied_grads: Gradients of tied parameters from later stages, by name of the tie and index of the microbatch.
     """
 
@@ -334,7 +337,7 @@ class StagewiseModel:
 
     @contextmanager
     def _tied_head_stage(self, runner: StageRunner) -> Iterator[StageRunner | None]:
-        """Load the last stage again with tied parameters of this stage; None if it has no gradient for this stage."""
+        """Load the last stage beside this one, sharing its tied parameters; None if they share no recomputed tie."""
         shared = {
             tie.copies[self.partition.last_stage]: find_parameter(runner.model, tie.copies[runner.number])
             for tie in self.partition.ties
