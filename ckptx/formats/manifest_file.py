@@ -1,6 +1,7 @@
 """Read the manifest of a checkpoint, or report in one line why it is ignored.
 
-No loader needs a manifest, so a damaged one does not prevent reading complete tensor files; and it is never ignored
+The manifest is `ckptx.json`, which records the files that ckptx wrote, with digests, and how to restore the original
+ones. No loader needs it, so a damaged one does not prevent reading complete tensor files; and it is never ignored
 silently, because it would have allowed restoring the original files.
 """
 

@@ -1,6 +1,7 @@
-"""Find HF weights: safetensors or `pytorch_model.bin`, in the order in which transformers prefers them.
+"""Find HF weights: safetensors first, then `.bin` files, and an index before a single file of either kind.
 
-A safetensors file of any name may contain shards of tensors; the header decides, and is read if the name does not tell.
+Files of other names come last: the only other index, or safetensors files. A safetensors file of any name may contain
+shards of tensors; the header decides, and is read if the name does not tell.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ def detect_weights(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoin
 
 
 def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
-    """Locate the checkpoint of one weight file or index: the file alone, or all shards in its directory.
+    """Locate the checkpoint of one weight file or index: the file alone, or all sharded files of its directory.
 
-    A file that records offsets may still contain whole tensors: it is taken alone if an index lists it or its name is
-    model.safetensors, unless other files in the directory record offsets, too.
+    An index is taken alone, and so is a file whose header records no offsets of shards. A file that records offsets may
+    still contain whole tensors. It is taken alone if a valid index lists it, or if it is model.safetensors and no other
+    file of the directory records offsets.
     """
     single_file = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not files_with_sharding_info(source, [weights]):

@@ -3,11 +3,12 @@
     data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory | end
 
 All members are under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes
-are raw and little-endian. Every member starts at a multiple of 64 bytes from the start of the archive. CRC and size of
-a member follow its bytes (a data descriptor), so an archive is written front to back, and its length depends on dtype
-and shape only. From 4 GiB on, sizes and offsets move to zip64 fields.
+are raw and little-endian. The bytes of every member, after its header, start at a multiple of 64 bytes from the start
+of the archive. CRC and size of a member follow its bytes (a data descriptor), so an archive is written front to back,
+and its length depends on dtype and shape only. From 4 GiB on, sizes and offsets move to zip64 fields.
 
-Shapes count elements in arguments; `data.pkl`, and so a `Payload`, counts torch elements (pairs for F4).
+`shape` counts elements of the dtype. `torch_shape` and `strides`, as in `data.pkl`, count torch elements: pairs of
+elements for F4, the elements themselves for any other dtype.
 
 Writing produces the bytes of torch 2.13. Reading supports any zip-based `torch.save` (since torch 1.6): first by
 comparing with the bytes that would be written for the expected dtype and shape, else by following the zip directory.
@@ -250,7 +251,7 @@ class Payload(NamedTuple):
 
     Attributes:
         dtype: Dtype recorded in the archive.
-        torch_shape: Shape in torch elements.
+        torch_shape: Shape in torch elements: for F4 pairs of elements.
         strides: Strides in torch elements; None if the elements are row-major.
         data_offset: Absolute position of the first element in the file, in bytes.
         nbytes: Bytes from there to the end of the last element.
@@ -289,7 +290,7 @@ def locate_payload(
         where: Subject of error messages.
         dtype: Likely dtype; None if unknown. If dtype and shape are right, an archive of torch 2.13 or ckptx takes only
             two reads. They are not checked: compare them with those of the result.
-        shape: Likely shape.
+        shape: Likely shape, in elements of `dtype`.
 
     Raises:
         InputError: The archive is damaged or contains no tensor.

@@ -18,7 +18,10 @@ _DTENSOR = b"torch.distributed.tensor"
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
-    """Find the items of a directory; merged HF weights in the same directory take precedence.
+    """Find the items of a directory; None if it has none, or if HF weights beside them take precedence.
+
+    An item is an object of a save, such as the model or the optimizer. HF weights are an index, or a model.safetensors
+    that `metadata.pkl` does not list.
 
     Args:
         source: Files of the directory.
@@ -67,7 +70,9 @@ def _first_items(items: dict[str, dict[int, str]]) -> list[dict[int, str]]:
 
 
 def find_metadata(source: Source) -> Metadata | None:
-    """Return the contents of `metadata.pkl`; None without one, or if it is that of another program.
+    """Return the contents of `metadata.pkl`; None without one.
+
+    Also None if it cannot be read but is beside HF weights, without a file of an item: then another program wrote it.
 
     Raises:
         InputError, UnsupportedError: See `read_metadata`.
