@@ -17,8 +17,10 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
 
     Args:
         model: Whole model, before it is parallelized.
-        parts: "embeddings": every token embedding, and a head tied to one. "vision", "audio": a tower, without its
-            projector to the language model. "language": its layers, embeddings and head.
+        parts: "embeddings": every token embedding, and a head tied to one. "vision", "audio": a tower, which is the
+            outermost module with its layers and no layers of other groups. A projector to the language model is frozen
+            if it is inside that module (`visual.merger` of Qwen2-VL), and trained if it is beside it (LLaVA).
+            "language": its layers, embeddings and head.
 
     Returns:
         Names of the frozen parameters, without wrappers; a tied one has several.
