@@ -86,7 +86,7 @@ class TensorParallelLayout:
 
         Returns:
             The whole tensor as one region if it is replicated; empty if the rank has no part of it; None for a name
-            without a TP decision, such as a buffer.
+            without a TP decision: a buffer, or any name but the first of a tied parameter.
         """
         if name not in self.decisions:
             return None
@@ -287,10 +287,11 @@ def _is_style_supported(
         return leaf in ("weight", "bias") and placement.dim == dim and len(placement.groups) == 1
     if isinstance(module, nn.Embedding):
         dim = {StyleKind.EMBEDDING_ROWWISE: 0, StyleKind.EMBEDDING_COLWISE: 1}.get(kind)
-        has_linear_forward = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
+        # The forward pass looks up rows, and may scale them.
+        is_lookup = _has_unchanged_forward(module, nn.Embedding) or type(module).__name__.endswith(
             "ScaledWordEmbedding"
         )
-        return placement.dim == dim and has_linear_forward
+        return placement.dim == dim and is_lookup
     module_style = plan.style_of(path)
     if module_style == "local_params":
         return kind is StyleKind.COLWISE
@@ -407,6 +408,7 @@ def _install_style(
 ) -> None:
     """Install the style of one module, if it has one."""
     style = plan.style_of(path)
+    # True if the style itself has to scatter the sum of its partial outputs along the sequence.
     is_sequence_parallel = sequence_sharding.has_partial_output(path)
     kind = STYLES[style]
     if style == "replicated_with_grad_allreduce":
