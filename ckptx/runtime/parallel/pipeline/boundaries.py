@@ -8,7 +8,7 @@ dropped. The remaining slots are what a stage needs from earlier stages; those t
 either must be sent to that stage, too.
 
 State that passes between layers other than as an argument, such as an attribute that one layer writes and another
-reads, is refused. `dry_run` then checks that the stages work with the values that they send each other.
+reads, is refused. `dry_run.dry_run_stages` then checks that the stages work with the values that they send each other.
 """
 
 from __future__ import annotations
