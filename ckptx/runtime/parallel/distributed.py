@@ -20,7 +20,7 @@ from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.rendezvous import is_launched
 from ckptx.runtime.torch_private import default_store, drop_group_references
 
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # row-major: a rank has the coordinates of `ParallelDims`
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # slowest to fastest: ranks of one tp group are consecutive
 DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
 _TIMEOUT = timedelta(minutes=10)
 _REPORT_TIMEOUT = timedelta(seconds=5)
@@ -85,7 +85,7 @@ def process_group(
         Rank, number of ranks and device of this process.
 
     Raises:
-        EnvironmentProblem: The machine does not have the device, or backend nccl is requested for a CPU.
+        EnvironmentProblem: The machine does not have the device, or backend nccl is requested but the device is a CPU.
         PeerFailure: Another rank failed before all ranks had joined.
     """
     if dist.is_initialized():
@@ -98,7 +98,7 @@ def process_group(
     if backend == "auto":
         backend = "nccl" if rank_context.device.type == "cuda" else "gloo"
     if backend == "nccl" and rank_context.device.type != "cuda":
-        raise EnvironmentProblem("--backend nccl: requires CUDA devices, none are available; use gloo")
+        raise EnvironmentProblem("--backend nccl: requires a CUDA device, but the device of this run is cpu; use gloo")
     if rank_context.device.type == "cuda":
         torch.cuda.set_device(rank_context.device)
     try:
@@ -256,7 +256,7 @@ def broadcast(
     """Return a tensor of rank 0 on every rank.
 
     Args:
-        tensor: The tensor on rank 0; ignored, and may be None, on every other rank.
+        tensor: The tensor on rank 0. None on other ranks, or a tensor to receive into, which is overwritten.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         rank_context: Rank and device of this process.

@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from ckptx.runtime.parallel.distributed import _is_connection_lost
+from ckptx.errors import EnvironmentProblem
+from ckptx.runtime.parallel.distributed import _is_connection_lost, process_group
 from tests.support.forked_programs import ForkedProgram
 from tests.support.ranks import free_port
 
@@ -91,3 +93,11 @@ def test_a_store_without_an_answer_is_a_lost_peer() -> None:
 )
 def test_an_error_of_the_model_is_no_lost_peer(error: Exception) -> None:
     assert not _is_connection_lost(error)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_nccl_on_a_cpu_is_refused_with_and_without_a_gpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    message = "--backend nccl: requires a CUDA device, but the device of this run is cpu; use gloo"
+    with pytest.raises(EnvironmentProblem, match=f"^{message}$"), process_group("cpu", "nccl"):
+        pytest.fail("the group was created")
