@@ -1,4 +1,4 @@
-"""One step of a training run on one rank, on tensors without storage."""
+"""One step of a training run on one rank, on tensors that have shapes and sizes but no values (`ShapeTensors`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class BoundaryCache:
 
     Attributes:
         stage_boundaries: Boundaries between pipeline stages; None until they are found.
-        input_slots: Shapes of the inputs of each stage.
+        input_slots: For each stage, the shape and dtype of each value that it receives from the previous stage; None
+            for a value that is not a tensor.
     """
 
     stage_boundaries: StageBoundaries | None = None
@@ -59,7 +60,7 @@ class BoundaryCache:
         make_batches: MakeBatches,
         get_output: GetOutput,
     ) -> StageBoundaries:
-        """Find stage boundaries for `plan_pipeline_of_stacks`, once, on a small model with values."""
+        """Find stage boundaries on a small model with values, once; this is a `BoundaryFinder` of `plan_pipeline`."""
         if self.stage_boundaries is None:
             self.stage_boundaries = find_and_check_boundaries(
                 model, stages, make_batches, get_output, split_backward=schedule.splits_backward
@@ -80,7 +81,7 @@ class RankForecast:
         op_counts_by_pass: Operations and communication of each pass, by part of the step and number of the pass.
         checkpointed_layers: Number of layers that recompute activations.
         input_bytes: Bytes of the inputs of a microbatch.
-        omitted_layers: Number of repeated layers that did not run.
+        omitted_layers: Number of repeated layers that were extrapolated from those that ran.
         gathered_modules: Name patterns of the modules whose TP shards are gathered around their forward pass.
         has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary.
         has_sharded_parameters: True if TP shards a parameter.
@@ -111,9 +112,9 @@ class RankForecast:
 
 
 def run_rank(task: ForecastTask, pipeline_rank: int, cache: BoundaryCache) -> tuple[RankForecast, BoundaryCache]:
-    """Return the forecast of a step on the first rank of a pipeline rank, and the updated cache.
+    """Return the forecast of a step for a pipeline rank, and the updated cache.
 
-    The first of the ranks that share pipeline stages has the largest shards.
+    Of the global ranks that share these pipeline stages, it is the forecast of the first, which has the largest shards.
 
     Args:
         task: Step to run.
@@ -172,7 +173,10 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
 
 
 def find_task_boundaries(task: ForecastTask) -> StageBoundaries | None:
-    """Return the stage boundaries of a task; None if there are none, in which case `run_rank` raises the reason."""
+    """Return the stage boundaries of a task; None without a pipeline.
+
+    Also None if they cannot be found: then `run_rank` raises the reason.
+    """
     cache = BoundaryCache()
     try:
         with _fake_rank(task, 0) as rank_context:
@@ -210,7 +214,7 @@ def find_sent_shapes(task: ForecastTask, stage_count: int, stage_index: int, cac
 
 @contextmanager
 def _fake_rank(task: ForecastTask, pipeline_rank: int) -> Iterator[RankContext]:
-    """Make this process the first rank of a pipeline rank, within the block."""
+    """Make this process the first of the global ranks of a pipeline rank, within the block."""
     clear_sharding_caches()  # they refer to the mesh of an earlier process group
     with (
         fake_process_group(pipeline_rank * task.dims.ranks_per_stage, task.dims.world_size) as rank_context,
@@ -221,13 +225,13 @@ def _fake_rank(task: ForecastTask, pipeline_rank: int) -> Iterator[RankContext]:
 
 
 def _build_rank_model(task: ForecastTask, rank_context: RankContext, cache: BoundaryCache) -> RankModel:
-    """Return the parallelized model of a rank, without storage."""
+    """Return the parallelized model of a rank, on the meta device."""
     return build_rank_model_on_meta(task.recipe, task.source, rank_context, find_boundaries=cache.find_boundaries)
 
 
 @contextmanager
 def _run_on_shapes(rank_model: RankModel, on_operation: Callable[..., None]) -> Iterator[None]:
-    """Run the block on tensors without storage; shapes that depend on values raise an `UnsupportedError`."""
+    """Run the block on tensors without values; shapes that depend on values raise an `UnsupportedError`."""
     name = rank_model.models[0].config.architectures[0]  # FSDP2 gives a model another class
     try:
         with ShapeTensors(on_operation):
@@ -276,7 +280,10 @@ def _run_step(
 def _create_optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], ledger: StorageLedger
 ) -> None:
-    """Create the optimizer state as the first step does; parameters without a gradient in the step lose it again.
+    """Create the optimizer state as the first step does.
+
+    State is created for all parameters. When the step updates them, state of a parameter without a gradient gets size 0
+    in the ledger, as a real optimizer creates none.
 
     Args:
         optimizer: Optimizer of the step.
