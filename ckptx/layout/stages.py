@@ -66,7 +66,7 @@ def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """List of layers that run one after another.
+    """A stack: a list of layers of a model that run one after another; an encoder-decoder has two.
 
     Attributes:
         path: Path of the list in the model: "model.layers".
