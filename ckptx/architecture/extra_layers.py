@@ -23,7 +23,7 @@ _MTP_COUNT_KEYS = (
 
 
 class ExtraLayer(NamedTuple):
-    """A layer that the model does not have.
+    """A layer that a checkpoint has after the last layer of the model.
 
     Attributes:
         path: Path of the list of layers.
@@ -35,7 +35,7 @@ class ExtraLayer(NamedTuple):
 
 
 def find_extra_layer(model_name: str, counts: Mapping[str, int]) -> ExtraLayer | None:
-    """Return the layer of a tensor if it is after the last one, else None.
+    """Return the layer of a tensor if it is after the last one of its list, else None.
 
     Args:
         model_name: Name of the tensor in the model.
@@ -54,12 +54,13 @@ def unexplained_layers(
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, ExtraLayer]]:
-    """Yield the name of the first tensor and the layer, for each layer that is no MTP layer.
+    """Yield each extra layer that must belong to another model, with the name of its first tensor.
 
-    A layer with a tensor that the class may have for another reason is left out, too.
+    A layer is left out if it is an MTP layer, by the count in the config or by a module in it, or if one of its tensors
+    has a reason among the `EXTRA_TENSOR_KINDS`, other than being computed by the class.
 
     Args:
-        layers: Layer of each tensor after the last one, by name.
+        layers: Extra layers by the name of each tensor in them.
         counts: Number of layers by path of the list.
         config: Contents of `config.json`.
         extras: Tensors that the class does not have, by name.
