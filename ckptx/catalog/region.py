@@ -84,7 +84,8 @@ def _find_slab_fault(
 ) -> CoverageFault | None:
     """Check regions that all span the slab given by `offsets` and `sizes` in the dims before `dim`.
 
-    `budget[0]` is the number of times that regions may still be split into slabs.
+    `budget[0]` is the number of regions that may still be added to slabs, where a region counts once for each slab that
+    it spans. Splitting reduces it, and the check is given up if it would become negative.
     """
     rest = shape[dim:]
     if not regions:
