@@ -1,8 +1,8 @@
 """Schemes of quantized weights, as a table: names of a weight and its companions, codes, and scales.
 
-A weight is stored as codes of 8 or 4 bits, and each block of codes has a scale, in a companion tensor:
+A weight is stored as codes (quantized values) of 8 or 4 bits. Each block of codes has a scale, in a companion tensor:
 
-    value = decoded code * scale        computed in float32, rounded once to the target dtype
+    value = decoded code * scale        dequantized: computed in float32, rounded once to the target dtype
 
 Schemes differ only in names, in the values of their codes, in how these are packed, and in the shape of a block.
 """

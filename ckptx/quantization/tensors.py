@@ -1,6 +1,9 @@
-"""Quantized tensors of a checkpoint: the codes of each weight, and their companions.
+"""Find the quantized weights of a checkpoint, each stored in several tensors.
 
-Companions are scales, zero points and the stored shape.
+    codes        the quantized values
+    companions   tensors for dequantizing them: scales, zero points, and the shape of the weight
+
+The decoded weight is the dequantized one.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ class QuantizedTensor:
     """One quantized weight.
 
     Attributes:
-        name: Name of the decoded weight.
+        name: Name of the decoded (dequantized) weight.
         scheme: Scheme of the weight.
-        codes: Tensor of codes.
+        codes: Tensor of codes (quantized values).
         scale: Tensor of scales.
         companions: Scales, zero points and stored shape, by suffix; they are merged into the decoded weight.
         shape: Shape in codes: that of the decoded weight, before a transposition.
@@ -121,8 +124,8 @@ def find_quantized(
     Raises:
         InputError: A companion is missing, has another shape or dtype, or belongs to no weight; or the config declares
             no quantization, or another than the tensors have.
-        UnsupportedError: A tensor belongs to a quantization that ckptx does not decode, or the config declares two
-            integer formats that a tensor may have.
+        UnsupportedError: A tensor belongs to a quantization that ckptx does not decode, or may have two integer formats
+            by its shape, and the config does not decide.
     """
     _refuse_unsupported(entries, root)
     found: dict[str, QuantizedTensor] = {}
@@ -154,7 +157,7 @@ def find_scheme(
     Of several schemes, one that the config declares is preferred.
 
     Raises:
-        UnsupportedError: The config declares two integer formats, and the tensor may have either.
+        UnsupportedError: The tensor may have two integer formats by its shape, and the config does not decide.
     """
     matches = []
     for scheme in SCHEMES:
@@ -189,7 +192,7 @@ def _match_integer_widths(
     """Return the integer schemes with which the shape of the codes agrees with the shape of the scales.
 
     Raises:
-        UnsupportedError: Several schemes agree, and the config declares a quantization.
+        UnsupportedError: Several schemes agree, and the config declares a quantization that does not decide.
     """
     matches = []
     for scheme in schemes:
@@ -206,8 +209,9 @@ def _match_integer_widths(
         matches.append(scheme)
     if len(matches) > 1 and declared is not None:
         raise UnsupportedError(
-            f"{declared.location} declares {' and '.join(each.code_format for each in matches)} weights, and tensor "
-            f'"{name}" may be either by its shape; start from the checkpoint that it was quantized from'
+            f'{declared.location} does not decide the format of tensor "{name}", whose shape fits '
+            f"{' and '.join(each.code_format for each in matches)}; start from the checkpoint that it was quantized "
+            "from"
         )
     return matches
 
