@@ -87,7 +87,8 @@ class Option(NamedTuple):
         shorthands: Flag without a value -> choice.
         requires: Fields that must be set if this one is, in every command.
         excludes: Fields that must not be set if this one is; a table need not have them.
-        replaces: Options that the command does not have; the error for one of them suggests this option.
+        replaces: Names of this option in other tools or commands, with underscores, such as "num_workers"; the error
+            message for an option of such a name suggests this one.
     """
 
     help: str

@@ -47,7 +47,7 @@ _RUN_HELP = (
 )
 _DEQUANTIZE = DEQUANTIZE._replace(
     help="Decode the quantized weights of both checkpoints (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of "
-    "--dtype."
+    "--dtype; with --run, to bf16, cast to --compute-dtype."
 )
 _MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
