@@ -95,7 +95,7 @@ def oracles_of(name: str, is_parameter_by_default: bool) -> tuple[str, ...]:
 
     Args:
         name: Path in the checkpoint, with dots.
-        is_parameter_by_default: True for a tensor that the format itself names, not one inside a pickled object.
+        is_parameter_by_default: True for a tensor that is taken for a parameter if no word of its name is known.
 
     Example:
         app.optim.state.model.norm.weight.exp_avg -> moments; optimizer.param_groups.0.lr -> param groups, learning rate

@@ -1,14 +1,21 @@
 """Assign the items of a checkpoint to oracles by structure, so that names of custom trainers are recognized.
 
-    optimizer      tensors that only optimizers have (`exp_avg`, `momentum_buffer`, ...), the step count next to them,
-                   and settings of param groups: a learning rate with weight decay, betas, ...
-    model          the parameters that the optimizer names; if it numbers them, tensors of the same shapes
-    second model   the names and shapes of the model below another root, such as an EMA
-    rng            byte tensors of the size of torch's generator states; the tuples of Python and numpy
-    scheduler      `last_epoch` next to other keys of torch's schedulers
-    batch          the keys of torch's StatefulDataLoader; an epoch next to a position
+An item is a named value or tensor. Its oracle is the check that compares it, under the name that reports print (see
+`oracles`). The structure identifies, in this order:
 
-Known words in names are considered next; an item that neither identifies is "other".
+    param groups, learning rate   settings of param groups: a learning rate with weight decay, betas, ...
+    moments          tensors that only optimizers have (`exp_avg`, `momentum_buffer`, ...), and other state next to them
+    adam step        the step count of an optimizer, next to its moments; of any optimizer, not only Adam
+    master weights   copies of the parameters in full precision
+    second model     the names and shapes of the model below another root, such as an EMA
+    model            the parameters that the optimizer names; if it numbers them, tensors of the same shapes
+    rng              byte tensors of the size of torch's generator states; the tuples of Python and numpy
+    scheduler        `last_epoch` next to other keys of torch's schedulers
+    batch            the state that determines the next batch: the keys of torch's StatefulDataLoader; an epoch next to
+                     a position
+
+Known words in names are considered next (`item_names`); they also identify step, epoch and samples. An item that
+neither identifies is "moments" within the optimizer, "model" if it can be a parameter, and "other" if not.
 """
 
 from __future__ import annotations
@@ -74,10 +81,11 @@ class StoredItem(NamedTuple):
     Attributes:
         name: Name of the item, with dots.
         file: Label of the file or folder that contains the item.
-        is_parameter_by_default: True if the format names this tensor; False for a tensor inside a pickled object.
+        is_parameter_by_default: True for a tensor that may be a parameter although its name has no known word: one that
+            the format of the checkpoint names. False for a tensor in a pickled object of a DCP.
         shape: Shape of a tensor; None for other values.
         dtype: Name of the dtype, such as "F32"; None for other values.
-        is_rng_tuple: True if the value is an RNG state of Python or numpy.
+        is_rng_tuple: True if the value is an RNG state of Python or numpy, by the function `is_rng_tuple`.
     """
 
     name: str
@@ -99,7 +107,7 @@ def oracles_of_items(items: Sequence[StoredItem]) -> list[tuple[str, ...]]:
 
 
 def is_rng_tuple(value: Any) -> bool:
-    """Return True for a value of `random.getstate()` or `numpy.random.get_state()`, also as lists from JSON."""
+    """Return True for a value of `random.getstate()` or `numpy.random.get_state()`, also if JSON made it a list."""
     if type(value) not in (list, tuple) or len(value) not in (3, 5):
         return False
     first, second = value[0], value[1]
@@ -238,7 +246,11 @@ class _StateClassifier:
         return oracles_by_words(entry.words, entry.is_array)
 
     def _default_oracles(self, entry: _Entry) -> tuple[str, ...]:
-        """Return the oracle of an item that neither words nor structure identify."""
+        """Return the oracle of an item that neither words nor structure identify.
+
+        State of an optimizer is "moments". A tensor is "model" if it may be a parameter: by the last word of its name
+        or, if the names of the model are unknown, because it is an array or has floating-point tensors beside it.
+        """
         if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
         if entry.item.shape is None or not (entry.item.is_parameter_by_default or entry.last_word in _PARAMETER_NAMES):
@@ -254,6 +266,7 @@ class _StateClassifier:
         return not (is_named_random and self._is_whole_rng_state(entry))
 
     def _belongs_to_rng_state(self, entry: _Entry) -> bool:
+        """Return True for a whole RNG state, for what is named as one next to it, and for a part of numpy's."""
         if self._is_whole_rng_state(entry) or (
             entry.parent in self._rng_state_parents and entry.last_word in _RNG_STATE_NAMES
         ):
@@ -261,6 +274,7 @@ class _StateClassifier:
         return any((entry.item.file, prefix) in self._numpy_parents for prefix in _prefixes(entry.words[:-1]))
 
     def _is_whole_rng_state(self, entry: _Entry) -> bool:
+        """Return True for a single value that is the state of a generator: a tuple or a byte tensor."""
         if entry.item.is_rng_tuple:
             return True
         if entry.item.dtype not in _BYTE_DTYPES:
@@ -298,7 +312,7 @@ def _make_entries(items: Sequence[StoredItem]) -> Iterator[_Entry]:
 
 
 def _files_with_all_state(items: Sequence[StoredItem], words: Sequence[Words]) -> set[str]:
-    """Return the files whose names are those of a model file, but which also contain an optimizer or second model."""
+    """Return the files that are named like a model file, but also contain an optimizer, scheduler or second model."""
     files = set()
     for item, each in zip(items, words, strict=True):
         if len(each) < 3 or each[0] != "model":
