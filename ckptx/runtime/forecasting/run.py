@@ -261,7 +261,10 @@ def _run_step(
         allocate_storage(model, torch.device("cpu"))
         for name, buffer in model.named_buffers():
             ledger.label([buffer], PARAMETERS, canonical_name(name))
-    names = {parameter: name for name, parameter in rank_model.parameters()}
+    # The names on this stage: a tied output head on the last one is not the embedding, which is on the first.
+    names: dict[Tensor, str] = {}
+    for model in rank_model.models:
+        names |= {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         ledger.label([parameter], PARAMETERS, name)
     optimizer = make_step_optimizer(task, [*names])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,13 @@ def test_tensors_name_their_parameter_or_the_loss(tmp_path: Path) -> None:
     found = {(classify_storage(each), each.parameter) for each in segment.largest_storages}
     names = ("model.embed_tokens.weight", "lm_head.weight")
     assert found == {(kind, name) for kind in (PARAMETERS, OPTIMIZER) for name in names}
+
+
+def test_a_tied_head_on_the_last_stage_has_its_own_name(tmp_path: Path) -> None:
+    model = write_config("llama", tmp_path)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    first, last = forecast_in_this_process(task_from_options(model, ForecastOptions(model, pp=2, seq=16), 2))
+    names = [{each.parameter for each in rank.timeline.peak_segment.largest_storages} for rank in (first, last)]
+    assert "model.embed_tokens.weight" in names[0] and "lm_head.weight" not in names[0]
+    assert "lm_head.weight" in names[1] and "model.embed_tokens.weight" not in names[1]
