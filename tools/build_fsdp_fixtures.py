@@ -1,13 +1,13 @@
 """Build fixtures/fsdp: what verl saves with older releases of torch, two ranks each, and the full state beside it.
 
-    python tools/build_fsdp_fixtures.py /path/to/python-with-torch-2.4 /path/to/python-with-torch-2.6 ...
+    python tools/build_fsdp_fixtures.py /path/to/python-with-torch-2.2 /path/to/python-with-torch-2.4 ...
 
 The pickles of sharded tensors differ between releases: `torch.distributed._tensor` until 2.4, and a `DeviceMesh` with a
 tensor of ranks until 2.8 or so. Each interpreter runs `_WRITER`, which needs nothing but its torch.
 
     fixtures/fsdp/2.4.1/fsdp1/actor/model_world_size_2_rank_R.pt    FSDP1 with a device mesh, as verl uses it
     fixtures/fsdp/2.4.1/sharded1/...                                FSDP1 without one: ShardedTensor
-    fixtures/fsdp/2.4.1/fsdp2/...                                   FSDP2
+    fixtures/fsdp/2.4.1/fsdp2/...                                   FSDP2, from 2.4 on
     fixtures/fsdp/2.4.1/fsdp2.safetensors                           the full state
 """
 
@@ -102,7 +102,8 @@ def main(interpreters: list[str]) -> None:
         command = [python, "-c", "import torch; print(torch.__version__)"]
         version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().partition("+")[0]
         shutil.rmtree(_OUT / version, ignore_errors=True)
-        for kind in KINDS:
+        has_fsdp2 = tuple(map(int, version.split(".")[:2])) >= (2, 4)
+        for kind in KINDS if has_fsdp2 else KINDS[:2]:
             actor = _OUT / version / kind / "actor"
             actor.mkdir(parents=True)
             with tempfile.TemporaryDirectory() as work:

@@ -24,9 +24,16 @@ def case_id(case: Path) -> str:
 def test_the_forms_of_the_pickles_are_those_that_changed() -> None:
     """Until 2.4 tensors are in `torch.distributed._tensor`, and meshes of all of these releases hold a tensor."""
     pickles = {case_id(case): (case / "actor/model_world_size_2_rank_0.pt").read_bytes() for case in CASES}
-    assert {"2.4.1-fsdp1", "2.4.1-fsdp2", "2.4.1-sharded1", "2.6.0-fsdp1", "2.6.0-fsdp2", "2.6.0-sharded1"} <= set(
-        pickles
-    )
+    assert {
+        "2.2.2-fsdp1",
+        "2.2.2-sharded1",
+        "2.4.1-fsdp1",
+        "2.4.1-fsdp2",
+        "2.4.1-sharded1",
+        "2.6.0-fsdp1",
+        "2.6.0-fsdp2",
+        "2.6.0-sharded1",
+    } <= set(pickles)
     assert (
         b"torch.distributed._tensor" in pickles["2.4.1-fsdp2"]
         and b"torch.distributed._tensor" not in pickles["2.6.0-fsdp2"]
