@@ -284,6 +284,45 @@ def test_a_megatron_checkpoint_without_mtp_becomes_a_model_without_it(tmp_path: 
     assert_equal(dict(load_file(tmp_path / "out" / "model.safetensors")), expected)
 
 
+def test_kimi_k2_has_the_class_of_deepseek_v3(tmp_path: Path) -> None:
+    """Its model type is unknown to transformers, so its names and shapes are not checked."""
+    config = {**config_of("DeepseekV3ForCausalLM"), "model_type": "kimi_k2", "num_nextn_predict_layers": 0}
+    weights = save_model(tmp_path / "hf", config)
+    ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", pad_vocab_to_multiple_of=1)
+    found = load(tmp_path / "out" / "release")
+    assert [name for name, value in to_megatron(weights, config).items() if not torch.equal(found[name], value)] == []
+    ckptx.convert("to-hf", tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
+def test_fp8_weights_are_written_dequantized(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published, in smaller blocks."""
+    config = config_of("DeepseekV3ForCausalLM")
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
+    weights = save_model(tmp_path / "hf", {**config, "quantization_config": quantization})
+    stored, expected = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight") or ".eh_proj" in name:
+            continue
+        blocks = torch.nn.functional.pad(
+            weight.float(), (0, -weight.shape[1] % 8, 0, -weight.shape[0] % 8)
+        ).unflatten(0, (-1, 8)).unflatten(2, (-1, 8))  # fmt: skip
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        rows, columns = weight.shape
+        decoded = (codes.float() * scale[:, None, :, None]).bfloat16().flatten(0, 1).flatten(1)[:rows, :columns]
+        stored[name] = codes.view(torch.uint8).flatten(0, 1).flatten(1)[:rows, :columns].contiguous()
+        stored[name] = stored[name].view(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"], expected[name] = scale, decoded.contiguous()
+    save_file(stored, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    report = ckptx.convert(
+        "to-megatron", tmp_path / "hf", tmp_path / "out", dequantize=True, pad_vocab_to_multiple_of=1
+    )
+    assert report.exit == 0
+    found = load(tmp_path / "out" / "release")
+    assert [name for name, value in to_megatron(expected, config).items() if not torch.equal(found[name], value)] == []
+
+
 # --- what cannot be written: one line each, and no output
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
