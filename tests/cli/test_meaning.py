@@ -85,7 +85,10 @@ def test_help_says_every_default(words: str) -> None:
 
 def test_a_help_page_shows_a_default_as_it_is_written() -> None:
     shown = CliRunner().invoke(cli, ["convert", "dcp2hf", "--help"], standalone_mode=False).stdout
-    assert "[default: the original shards if ckptx.json in SRC has them, else 5GB]" in " ".join(shown.split())
+    assert (
+        "[default: as the HF files that SRC was converted from, if its ckptx.json records them, else 5GB]"
+        in " ".join(shown.split())
+    )
     assert "default: (" not in " ".join(shown.split())
 
 

@@ -32,6 +32,7 @@ FOREIGN = {
     "--safe_serialization": "zero_to_fp32.py",
     "--ckpt-format": "Megatron",
     "--dist-ckpt-strictness": "Megatron",
+    "--dist-ckpt-optim-fully-reshardable": "Megatron",
     "--load": "Megatron",
     "--make-vocab-size-divisible-by": "Megatron",
     "--pipeline-model-parallel-size": "Megatron",
@@ -125,7 +126,7 @@ OTHER_NAMES = re.compile(
 
 # Pages that name files of checkpoints, or options of other programs.
 OTHER_PAGES = {GENERATED, "CHANGELOG.md", "docs/formats.md", "docs/options.md"} | {
-    f"docs/from_{trainer}.md" for trainer in ("accelerate", "torchtitan")
+    f"docs/from_{trainer}.md" for trainer in ("accelerate", "deepspeed", "megatron", "torchtitan", "verl")
 }
 
 

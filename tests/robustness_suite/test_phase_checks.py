@@ -537,7 +537,7 @@ def test_the_layouts_that_there_are_ranks_for_are_checked(tmp_path: Path) -> Non
     findings = check_other_layouts(session)
     first, second = findings.notes
     assert findings.ok and first == "tp 2: not run, requires 2 ranks, which are not available"
-    assert second.startswith("these runs, and the run without-dropout that they are compared with, have no dropout")
+    assert second.startswith("these runs, and the run that they are compared with (without-dropout), have dropout 0")
     assert {name for name in session.requests if name.startswith("layout")} == {"layout-2"}
 
 

@@ -178,4 +178,4 @@ def test_other_layouts_tell_that_they_train_without_dropout(
         monkeypatch.setattr(phases, "_check_layout", lambda *args: [])
         found = check_other_layouts(session)
     assert ("without dropout" in (found.title or "")) is expected
-    assert any("have no dropout" in note for note in found.notes) is expected
+    assert any("have dropout 0" in note for note in found.notes) is expected
