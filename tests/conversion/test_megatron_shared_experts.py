@@ -348,6 +348,10 @@ def too_many_mtp_layers(weights: dict[str, Tensor], config: dict[str, Any]) -> N
     config["num_nextn_predict_layers"] = 10**9
 
 
+def a_flag_for_the_number_of_mtp_layers(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["num_nextn_predict_layers"] = True
+
+
 def scales(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
     weights["model.layers.1.self_attn.o_proj.weight"] = weights["model.layers.1.self_attn.o_proj.weight"].to(
         torch.float8_e4m3fn
@@ -361,6 +365,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a bias in an MTP layer": (an_own_bias, "model.layers.3.self_attn.o_proj.bias"),
     "modules of MTP in a decoder layer": (mtp_modules_in_a_decoder_layer, "model.layers.1.enorm.weight"),
     "a huge number of MTP layers": (too_many_mtp_layers, "at most 64 MTP layers"),
+    "a flag for the number of MTP layers": (a_flag_for_the_number_of_mtp_layers, "num_nextn_predict_layers True must"),
     "quantized weights": (scales, "--dequantize"),
 }
 

@@ -24,10 +24,13 @@ def mtp_layers(config: Mapping[str, Any]) -> range:
     """
     count = config.get("num_nextn_predict_layers") or 0
     first = config.get("num_hidden_layers")
+    if isinstance(count, bool) or isinstance(first, bool):
+        count = first = None
     if not isinstance(count, int) or not isinstance(first, int) or not 0 <= count <= _MAX_MTP_LAYERS:
         raise InputError(
-            f"config.json: num_hidden_layers {first!r} and num_nextn_predict_layers {count!r} must be the numbers of "
-            f"layers and of at most {_MAX_MTP_LAYERS} MTP layers; take config.json from the original model"
+            f"config.json: num_hidden_layers {config.get('num_hidden_layers')!r} and num_nextn_predict_layers "
+            f"{config.get('num_nextn_predict_layers')!r} must be the numbers of layers and of at most "
+            f"{_MAX_MTP_LAYERS} MTP layers; take config.json from the original model"
         )
     return range(first, first + count)
 
