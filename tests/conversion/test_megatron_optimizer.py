@@ -26,7 +26,7 @@ STEP = 1234
 
 
 def common_state(step: Any = STEP) -> dict[str, Any]:
-    """What megatron-core's distributed optimizer puts into common.pt."""
+    """Return the contents of common.pt, as megatron-core's distributed optimizer fills it."""
     groups = [{"lr": 1e-4, "step": step}, {"lr": 1e-5, "step": step}]
     return {"iteration": STEP, "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "x"}}
 
