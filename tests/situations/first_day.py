@@ -170,7 +170,7 @@ for _option, _value in (
 
 for _words in (
     ("--tp", "2"), ("--compile",), ("--compute-dtype", "fp32"), ("--reference-memory", "1GB"),
-    ("--microbatches", "2"), ("--trust-remote-code",), ("--no-backward",),
+    ("--microbatches", "2"), ("--no-backward",),
 ):  # fmt: skip
     add({f"verify {' '.join(_words)} without --run": (
         2, f"{_words[0].replace('no-', '(no-)?')}.* requires --run", ("verify", "hf", "hf", *_words))})  # fmt: skip

@@ -201,7 +201,7 @@ def _(box: Box) -> Any:
     return Try(hf2dcp(box, box.hf()), shell='exec "$@" <&- >&- 2>&-')
 
 
-@situation("environment", "stdout is full", 5)
+@situation("environment", "stdout is full", 6)
 def _(box: Box) -> Any:
     return Try(("inspect", box.hf()), shell='exec "$@" >/dev/full')
 
