@@ -142,7 +142,7 @@ def map_megatron_names(
     )  # fmt: skip
 
 
-class _Renamed(NamedTuple):
+class _RenamedTensors(NamedTuple):
     """Tensors by disk name, and the stored names of the tensors that each is made of."""
 
     tensors: dict[str, TensorEntry]
@@ -167,7 +167,7 @@ class _Mapping:
     conversions: tuple[Conversion, ...]
     files: SourceFiles | None
 
-    def rename(self, stored: Mapping[str, str]) -> _Renamed:
+    def rename(self, stored: Mapping[str, str]) -> _RenamedTensors:
         """Return tensors under disk names.
 
         Args:
@@ -207,7 +207,7 @@ class _Mapping:
             name: tuple(dict.fromkeys(each for old in olds for each in all_names[stored_name_by_layer_name[old]]))
             for name, olds in renamed.sources.items()
         }
-        return _Renamed(renamed.tensors, stored_names)
+        return _RenamedTensors(renamed.tensors, stored_names)
 
 
 def _read_common_state(catalog: Catalog, files: SourceFiles) -> tuple[CommonState | None, list[str]]:
@@ -225,7 +225,7 @@ def _rename_moments(
     moments: Mapping[str, Mapping[str, str]],
     parameters: Mapping[str, TensorEntry],
     common: CommonState | None,
-) -> tuple[_Renamed, bytes, list[str]]:
+) -> tuple[_RenamedTensors, bytes, list[str]]:
     """Return the optimizer state under the names of a DCP, the contents of `STEP_FILE`, and notes.
 
     Args:
@@ -238,7 +238,7 @@ def _rename_moments(
         InputError: State has another shape than its parameter; see also `_Mapping.rename`.
         UnsupportedError: See `_Mapping.rename`.
     """
-    state = _Renamed({}, {})
+    state = _RenamedTensors({}, {})
     for kind, stored in moments.items():
         renamed = mapping.rename(stored)
         for parameter, entry in renamed.tensors.items():
