@@ -150,7 +150,7 @@ def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     yield f"{stem}.weight_scale", DTYPES_BY_NAME["U8"], scales.shape, scales.tobytes()
 
 
-_FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 _MXFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 _MXFP4_CONFIG = {
     "quant_method": "compressed-tensors",
@@ -158,9 +158,9 @@ _MXFP4_CONFIG = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _MXFP4_WEIGHTS}},
 }
 _PARTS = {
-    "fp8": (_FP8_CONFIG, fp8_tensors, _LAYERS),
+    "fp8": (FP8_CONFIG, fp8_tensors, _LAYERS),
     "mxfp4": (_MXFP4_CONFIG, mxfp4_tensors, _LAYERS),
-    "torch": (_FP8_CONFIG, fp8_tensors, _LAYERS_FOR_TORCH),
+    "torch": (FP8_CONFIG, fp8_tensors, _LAYERS_FOR_TORCH),
 }
 
 
