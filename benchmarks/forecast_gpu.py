@@ -44,6 +44,7 @@ from ckptx.runtime.memory.reserve import reserve_bytes
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.model.build import materialize
 from ckptx.runtime.parallel.distributed import mesh_of, select_device
+from ckptx.runtime.torch_private import free_cublas_workspaces
 from ckptx.runtime.training.rank_model import RankModel, build_rank_model_on_meta
 from ckptx.runtime.training.recipe_file import read_recipe
 
@@ -179,7 +180,7 @@ def measure_on_gpu(task: ForecastTask, device: torch.device) -> Row:
         assembled.release()
     gc.collect()
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+        free_cublas_workspaces()
     return row
 
 
@@ -195,8 +196,9 @@ def _measure_step(step: StepSpec, device: torch.device) -> Row:
     start = time.perf_counter()
     measured = measure_step(run, step.rank_model.models, device)
     row = {
-        "measured": measured.peak,
-        "measured_between_steps": measured.between_steps,
+        "measured": measured.peak + measured.workspaces,
+        "measured_between_steps": measured.between_steps + measured.workspaces,
+        "workspaces": measured.workspaces,
         "seconds": time.perf_counter() - start,
     }
     if device.type == "cuda":

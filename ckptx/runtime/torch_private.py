@@ -144,6 +144,16 @@ def compute_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -
     return list(_find("torch._foreach_norm")(tensors, norm_type, dtype=dtype))
 
 
+def free_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS has on all GPUs; the next matrix product allocates its own again.
+
+    They are memory of torch's allocator. A torch that was built without CUDA lacks the function, and needs none.
+    """
+    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if free is not None:
+        free()
+
+
 # ---------------------------------------------------------------------------------------------------------- operations
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ckptx.runtime.memory.storage_ledger import StorageLedger
 from ckptx.runtime.parallel.live_tensors import iter_live_tensors
-from ckptx.runtime.torch_private import TorchDispatchMode, hide_dtensor_shape_inference
+from ckptx.runtime.torch_private import TorchDispatchMode, free_cublas_workspaces, hide_dtensor_shape_inference
 
 
 class MeasuredMemory(NamedTuple):
@@ -21,11 +21,13 @@ class MeasuredMemory(NamedTuple):
         peak: Largest number of bytes at any time during the step, including those from before it.
         between_steps: Bytes after the step.
         before_step: Bytes before the step.
+        workspaces: Bytes of cuBLAS workspaces in torch's allocator, which are not counted above; 0 on a CPU.
     """
 
     peak: int
     between_steps: int
     before_step: int
+    workspaces: int = 0
 
 
 def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device: torch.device) -> MeasuredMemory:
@@ -39,16 +41,29 @@ def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device
     """
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        return MeasuredMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device), before)
+        return _measure_on_gpu(step, device)
     ledger = StorageLedger()
     ledger.add_existing(each for each in iter_live_tensors() if each.device == device)
     before = ledger.nbytes
     with ledger.watch(models), hide_dtensor_shape_inference(), _LedgerMode(ledger):
         step()
     return MeasuredMemory(_peak_bytes(ledger), ledger.nbytes, before)
+
+
+def _measure_on_gpu(step: Callable[[], object], device: torch.device) -> MeasuredMemory:
+    """Run a step, and measure it with the statistics of the CUDA allocator, without the workspaces of cuBLAS.
+
+    The first matrix product of the step allocates the workspaces, and they stay: they are part of the peak.
+    """
+    free_cublas_workspaces()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    free_cublas_workspaces()
+    between_steps = torch.cuda.memory_allocated(device)
+    workspaces = after - between_steps
+    return MeasuredMemory(peak - workspaces, between_steps, before, workspaces)
 
 
 def _peak_bytes(ledger: StorageLedger) -> int:
