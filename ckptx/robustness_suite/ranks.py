@@ -80,6 +80,8 @@ class RankSettings(NamedTuple):
         device: "auto", "cpu" or "cuda".
         backend: "auto", "gloo" or "nccl".
         gpu_memory: Limit of GPU memory in bytes; None for no limit.
+        local_ranks: Number of ranks of this machine that must each have a GPU if "auto" is to be cuda; None for those
+            of the launcher.
         directory: Folder for the rendezvous of the ranks of this machine.
         is_launched: True if a launcher such as torchrun started the parent processes of the ranks.
     """
@@ -87,6 +89,7 @@ class RankSettings(NamedTuple):
     device: str
     backend: str
     gpu_memory: int | None
+    local_ranks: int | None
     directory: str
     is_launched: bool
 
@@ -100,6 +103,7 @@ class Ranks:
         device: str = "auto",
         backend: str = "auto",
         gpu_memory: int | None = None,
+        local_ranks: int | None = None,
         uses_new_interpreters: bool = False,
     ) -> None:
         """Prepare ranks, which start with the first task.
@@ -108,13 +112,17 @@ class Ranks:
             device: "auto", "cpu" or "cuda".
             backend: "auto", "gloo" or "nccl".
             gpu_memory: Limit of GPU memory of a rank in bytes; None for no limit.
+            local_ranks: Number of ranks that must each have a GPU if "auto" is to be cuda, for tasks of any number of
+                ranks; None for the ranks of each task. Ignored under torchrun.
             uses_new_interpreters: True to start each rank as a new interpreter instead of forking it.
         """
         self._uses_new_interpreters = uses_new_interpreters
         self._workers: dict[int, Worker] = {}
         self._peaks = [0]  # shared with the result of `with_new_interpreters`
         self._directory = tempfile.TemporaryDirectory(prefix="ckptx-ranks-")
-        self._settings = RankSettings(device, backend, gpu_memory, self._directory.name, is_launched())
+        self._settings = RankSettings(
+            device, backend, gpu_memory, None if is_launched() else local_ranks, self._directory.name, is_launched()
+        )
 
     def run(
         self, task: str | Callable[..., Any], *args: Any, world_size: int, may_die: bool = False
@@ -171,8 +179,9 @@ class Ranks:
         """Return ranks with the same settings that start as new interpreters with their first task."""
         settings = self._settings
         ranks = Ranks(
-            device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory, uses_new_interpreters=True
-        )
+            device=settings.device, backend=settings.backend, gpu_memory=settings.gpu_memory,
+            local_ranks=settings.local_ranks, uses_new_interpreters=True,
+        )  # fmt: skip
         ranks._peaks = self._peaks
         return ranks
 
@@ -334,7 +343,8 @@ def _run_task(call: bytes, rank: int, settings: RankSettings) -> tuple[bytes, Re
     store = _open_store(settings, rank, world, world_size)
     if isinstance(task, str):
         task = getattr(importlib.import_module(_TASKS), task)
-    with process_group(settings.device, settings.backend, store) as rank_context, report_failure_to_peers():
+    group = process_group(settings.device, settings.backend, store, settings.local_ranks)
+    with group as rank_context, report_failure_to_peers():
         _limit_gpu_memory(settings, rank_context.device)
         result = pickle.dumps(task(rank_context, *args))
     del args, rank_context, store

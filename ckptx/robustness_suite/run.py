@@ -65,7 +65,8 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         if recipe.trainer is not None:
             report = _run_external(report, recipe, path, log, on_phase)
         else:
-            with Ranks(device=device, backend=backend, gpu_memory=gpu_memory) as ranks:
+            local_ranks = recipe.layout.dims.world_size
+            with Ranks(device=device, backend=backend, gpu_memory=gpu_memory, local_ranks=local_ranks) as ranks:
                 session = Session(
                     recipe=recipe,
                     source=folder / "source",
@@ -79,10 +80,12 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
                     folder = session.out = session.run_task("broadcast", folder)
                     report = replace(report, output_dir=str(folder))
                 on_phase(report)
-                session.source, session.devices, used_backend = session.run_task("prepare", recipe, folder / "source")
-                session.is_exact = session.devices is None
-                used_device = "cpu" if session.devices is None else "cuda"
-                report = replace(report, environment=environment(device=used_device, backend=used_backend))
+                setup = session.run_task("prepare", recipe, folder / "source", device)
+                session.source, session.devices, session.is_exact = setup.source, setup.devices, setup.devices is None
+                if setup.note is not None:
+                    log.note(setup.note)
+                used_device = "cpu" if setup.devices is None else "cuda"
+                report = replace(report, environment=environment(device=used_device, backend=setup.backend))
                 forecast = forecast_memory(session, gpu_memory)
                 report = _run_phases(report, session, selected_phases, forecast, on_phase)
                 if ranks.is_launched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,22 @@ from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 EventHandler = Callable[[Any], None]  # receives the trainer of the rank
 Logits = Sequence[NDArray[np.float32]]
+
+
+class RunSetup(NamedTuple):
+    """What all runs of a recipe start from.
+
+    Attributes:
+        source: Initial checkpoint of the recipe.
+        devices: Number of GPUs of this machine; None if the ranks run on the CPU.
+        backend: Communication backend, "gloo" or "nccl".
+        note: Note for the user about the device; None for none.
+    """
+
+    source: Path
+    devices: int | None
+    backend: str
+    note: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,19 @@ from torch import Tensor
 
 from ckptx.robustness_suite.kills import kill_at, record_operations
 from ckptx.robustness_suite.oracles import largest_value
-from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunRequest, RunResult, max_difference
+from ckptx.robustness_suite.run_requests import KillPoint, Logits, RunRequest, RunResult, RunSetup, max_difference
 from ckptx.robustness_suite.surviving_steps import SurvivingSteps, check_steps
 from ckptx.robustness_suite.trainer_items import collect_items, shard_digests
 from ckptx.runtime.memory.measured_memory import MeasuredMemory, measure_step
 from ckptx.runtime.model.build import read_config
-from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, broadcast_object, raise_on_all_ranks
+from ckptx.runtime.parallel.distributed import (
+    RankContext,
+    all_gather_object,
+    broadcast_object,
+    count_local_ranks,
+    raise_on_all_ranks,
+    unused_gpus_note,
+)
 from ckptx.runtime.parity.noise import perturb_copy
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.runtime.training.checkpoints import StepDirectories
@@ -38,10 +45,14 @@ _NUM_PROBE_SAMPLES = 2  # samples whose logits are compared
 LABELS = "labels"
 
 
-def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple[Path, int | None, str]:
-    """Return the initial checkpoint of a recipe, which rank 0 writes if there is none; number of GPUs; and backend.
+def prepare(rank_context: RankContext, recipe: Recipe, directory: Path, requested_device: str) -> RunSetup:
+    """Write the initial checkpoint of a recipe on rank 0 if there is none, and return what the runs start from.
 
-    The number of GPUs is None on a CPU.
+    Args:
+        rank_context: Rank of this process.
+        recipe: Recipe of the run.
+        directory: Folder of a checkpoint that is written.
+        requested_device: Value of `--device`.
     """
     checkpoint: Path | None = None
     with raise_on_all_ranks():
@@ -49,7 +60,8 @@ def prepare(rank_context: RankContext, recipe: Recipe, directory: Path) -> tuple
             checkpoint = prepare_source(recipe, directory)
     source: Path = broadcast_object(checkpoint)
     devices = None if rank_context.device.type == "cpu" else torch.cuda.device_count()
-    return source, devices, dist.get_backend()
+    note = unused_gpus_note(requested_device, rank_context.device, count_local_ranks())
+    return RunSetup(source, devices, dist.get_backend(), note)
 
 
 def broadcast(rank_context: RankContext, value: Any) -> Any:

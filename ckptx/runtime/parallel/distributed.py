@@ -19,6 +19,7 @@ from ckptx.errors import CkptxError, EnvironmentProblem, InternalError, PeerFail
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.processes.rendezvous import is_launched
 from ckptx.runtime.torch_private import default_store, drop_group_references
+from ckptx.wording import counted
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # slowest to fastest: ranks of one tp group are consecutive
 DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
@@ -46,30 +47,51 @@ class RankContext(NamedTuple):
     device: torch.device
 
 
-def select_device(requested: str, local_rank: int = 0) -> torch.device:
+def select_device(requested: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
     """Return the device that `--device` selects.
 
     Args:
-        requested: auto (cuda if there is a GPU, else cpu), cpu or cuda.
+        requested: auto (cuda if there is a GPU for each rank of this machine, else cpu), cpu or cuda.
         local_rank: Index of the GPU on this machine.
+        local_ranks: Number of ranks on this machine.
 
     Raises:
         EnvironmentProblem: The machine has no GPU, or none with this index.
     """
-    has_cuda = torch.cuda.is_available()
-    if requested == "cpu" or (requested == "auto" and not has_cuda):
+    device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "cpu" or (requested == "auto" and device_count < max(1, local_ranks)):
         return torch.device("cpu")
-    if not has_cuda or local_rank >= torch.cuda.device_count():
-        device_count = torch.cuda.device_count() if has_cuda else 0
+    if local_rank >= device_count:
         raise EnvironmentProblem(
             f"--device {requested}: requires {local_rank + 1} CUDA devices, this machine has {device_count}; use cpu"
         )
     return torch.device("cuda", local_rank)
 
 
+def count_local_ranks() -> int:
+    """Return the number of ranks on this machine: all ranks, unless the launcher states another number."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
+
+
+def unused_gpus_note(requested: str, device: torch.device, local_ranks: int) -> str | None:
+    """Return the note that a machine has too few GPUs for its ranks, which therefore run on the CPU; else None.
+
+    Args:
+        requested: Value of `--device`.
+        device: Device that was selected for it.
+        local_ranks: Number of ranks on this machine.
+    """
+    if requested != "auto" or device.type != "cpu" or not torch.cuda.is_available():
+        return None
+    return (
+        f"--device auto: {counted(local_ranks, 'rank')} run on the CPU, because this machine has only "
+        f"{counted(torch.cuda.device_count(), 'GPU')}"
+    )
+
+
 @contextmanager
 def process_group(
-    device: str = "auto", backend: str = "auto", store: dist.Store | None = None
+    device: str = "auto", backend: str = "auto", store: dist.Store | None = None, local_ranks: int | None = None
 ) -> Iterator[RankContext]:
     """Join the process group of this run, and destroy it after the block; a group that exists is used and kept.
 
@@ -80,6 +102,8 @@ def process_group(
         backend: auto, gloo or nccl; auto is nccl on CUDA and gloo on CPU. Ignored if the group exists.
         store: Store for the rendezvous; None means the store of the launcher, or one in memory without a launcher.
             Ignored if the group exists.
+        local_ranks: Number of ranks of this machine that must each have a GPU if auto is to be cuda; None means the
+            number that the launcher started.
 
     Yields:
         Rank, number of ranks and device of this process.
@@ -88,13 +112,14 @@ def process_group(
         EnvironmentProblem: The machine does not have the device, or backend nccl is requested but the device is a CPU.
         PeerFailure: Another rank failed before all ranks had joined.
     """
-    if dist.is_initialized():
-        yield RankContext(
-            dist.get_rank(), dist.get_world_size(), select_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-        )
-        return
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    rank_context = RankContext(rank, world_size, select_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    if local_ranks is None:
+        local_ranks = count_local_ranks()
+    selected_device = select_device(device, int(os.environ.get("LOCAL_RANK", "0")), local_ranks)
+    if dist.is_initialized():
+        yield RankContext(dist.get_rank(), dist.get_world_size(), selected_device)
+        return
+    rank_context = RankContext(rank, world_size, selected_device)
     if backend == "auto":
         backend = "nccl" if rank_context.device.type == "cuda" else "gloo"
     if backend == "nccl" and rank_context.device.type != "cuda":

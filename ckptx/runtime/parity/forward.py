@@ -32,11 +32,13 @@ from ckptx.runtime.parallel.distributed import (
     RankContext,
     all_gather_object,
     broadcast_object,
+    count_local_ranks,
     data_index,
     mesh_of,
     process_group,
     raise_on_all_ranks,
     report_failure_to_peers,
+    unused_gpus_note,
 )
 from ckptx.runtime.parity.comparison import Comparison, ReferenceResult, make_difference
 from ckptx.runtime.parity.divergence import find_first_divergence
@@ -77,6 +79,9 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
     """
     stopwatch = Stopwatch()
     with process_group(options.device, options.backend) as rank_context:
+        device_note = unused_gpus_note(options.device, rank_context.device, count_local_ranks())
+        if device_note is not None:
+            log.note(device_note)
         mesh = mesh_of(options.dims, rank_context.device.type)
         log.step("reading the checkpoints" + (", importing their code" if options.trust_remote_code else ""))
         with raise_on_all_ranks():

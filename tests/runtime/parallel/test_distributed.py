@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ckptx.errors import EnvironmentProblem
-from ckptx.runtime.parallel.distributed import _is_connection_lost, process_group
+from ckptx.runtime.parallel.distributed import (
+    _is_connection_lost,
+    count_local_ranks,
+    process_group,
+    select_device,
+    unused_gpus_note,
+)
 from tests.support.forked_programs import ForkedProgram
 from tests.support.ranks import free_port
 
@@ -101,3 +107,48 @@ def test_nccl_on_a_cpu_is_refused_with_and_without_a_gpu(has_gpu: bool, monkeypa
     message = "--backend nccl: requires a CUDA device, but the device of this run is cpu; use gloo"
     with pytest.raises(EnvironmentProblem, match=f"^{message}$"), process_group("cpu", "nccl"):
         pytest.fail("the group was created")
+
+
+# Requested device, number of GPUs, ranks of the machine, and the device of the last of them; None for an error.
+DEVICES = [
+    ("auto", 0, 1, "cpu"),
+    ("auto", 1, 1, "cuda:0"),
+    ("auto", 1, 2, "cpu"),
+    ("auto", 2, 2, "cuda:1"),
+    ("auto", 8, 2, "cuda:1"),
+    ("cpu", 8, 2, "cpu"),
+    ("cuda", 2, 2, "cuda:1"),
+    ("cuda", 1, 2, None),
+    ("cuda", 0, 1, None),
+]
+
+
+@pytest.mark.parametrize(("requested", "gpus", "ranks", "expected"), DEVICES)
+def test_auto_takes_gpus_only_if_each_rank_has_one(
+    monkeypatch: pytest.MonkeyPatch, requested: str, gpus: int, ranks: int, expected: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if expected is None:
+        with pytest.raises(EnvironmentProblem, match=f"requires {ranks} CUDA devices, this machine has {gpus}"):
+            select_device(requested, ranks - 1, ranks)
+        return
+    device = select_device(requested, ranks - 1, ranks)
+    assert str(device) == expected
+    note = unused_gpus_note(requested, device, ranks)
+    assert (note is not None) == (requested == "auto" and 0 < gpus < ranks)
+    if note is not None:
+        assert note == "--device auto: 2 ranks run on the CPU, because this machine has only 1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, 1), ({"WORLD_SIZE": "4"}, 4), ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8)]
+)
+def test_ranks_of_this_machine_are_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert count_local_ranks() == expected
