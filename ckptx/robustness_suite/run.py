@@ -57,6 +57,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
         _check_external_options(recipe, phases, fault_name)
     else:
         _check_save_at(recipe)
+        _check_sharded(recipe)
     folder, is_temporary = _prepare_output(options.out)
     created_folder = folder
     try:
@@ -132,6 +133,20 @@ def _check_save_at(recipe: Recipe) -> None:
         raise UsageError(
             f"training.save_at: {list(training.save_at)} has no step before the last step {training.steps}, so there "
             "are no steps after a resume to compare; set training.steps or training.save_at"
+        )
+
+
+def _check_sharded(recipe: Recipe) -> None:
+    """Check that the layout shards parameters if the recipe requires that.
+
+    Raises:
+        UsageError: It has neither tensor parallelism nor data-parallel shards.
+    """
+    dims = recipe.layout.dims
+    if recipe.checks.sharded and dims.tp == dims.dp_shard == 1:
+        raise UsageError(
+            "checks.sharded: true requires sharded parameters, but layout.tp and layout.dp_shard are 1; raise one of "
+            "them, or set checks.sharded to null"
         )
 
 

@@ -131,6 +131,10 @@ def test_every_phase_of_the_smallest_recipe_passes(tmp_path: Path) -> None:
             "training.save_at: [] has no step before the last step 6",
         ),
         (["llama_tiny", "--set", "training.save_at=[6]"], "training.save_at: [6] has no step before the last step 6"),
+        (
+            ["llama_tiny", "--set", "layout.dp_shard=1"],
+            "checks.sharded: true requires sharded parameters, but layout.tp and layout.dp_shard are 1",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
