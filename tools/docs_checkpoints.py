@@ -6,6 +6,7 @@ MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32
 step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
                               optimizer state, but no config
 outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
+state-plain                   the weights of MODEL without a config, as accelerate writes them without FSDP
 state-1000                    the same as accelerate writes it with FSDP and SHARDED_STATE_DICT
 checkpoint-1000               the same in bf16, in the files that two ranks of DeepSpeed ZeRO 2 write
 global_step_1000/actor        MODEL in the files that two ranks of verl write with FSDP2
@@ -49,6 +50,8 @@ def write_checkpoints(directory: Path) -> None:
     assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
     _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
+    (directory / "state-plain").mkdir()
+    shutil.copy(directory / "MODEL" / "model.safetensors", directory / "state-plain")
     counter = {"train_state": {"step": torch.tensor(1000)}}
     _save_dcp({"model": state, "optimizer": optimizer_of(trained), **counter}, directory / "step-1000")
     _save_dcp({"model": state}, directory / "state-1000" / "pytorch_model_fsdp_0")
