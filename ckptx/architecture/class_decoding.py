@@ -30,7 +30,8 @@ class ClassRecord:
         model_type: Model type of the class's config.
         introspection_reason: Reason why the class must be built with its real config; empty if ``architecture`` is
             known without it.
-        sub_models: Config key of an exchangeable sub-model -> model types with which the class was measured.
+        sub_models: Config key of an exchangeable sub-model -> model types with which `tools/build_tables.py` built the
+            class to record it.
         architecture: Architecture of the class; None if ``introspection_reason`` is set.
         structures: Structures with other sub-models, by model type of the text model.
         shared_layers: Rule for ties between layers; ``architecture`` has them only for a config.
@@ -45,9 +46,12 @@ class ClassRecord:
     shared_layers: SharedLayers | None = None
 
     def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
-        """Return the architecture with the text model and the ties between layers of this ``config.json``.
+        """Return the architecture for this ``config.json``: with its ties between layers, or with its text model.
 
-        None if the class or its ties between layers are not known for this config; see `covers`.
+        No class has both. Sub-models are not checked, see `covers`.
+
+        Returns:
+            None if the record has no architecture, or its rule for ties is not valid for the layers of the config.
         """
         if self.architecture is not None and self.shared_layers is not None:
             if not self.shared_layers.covers(config):
@@ -61,13 +65,16 @@ class ClassRecord:
         return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Return True if the record is valid for this ``config.json``: its sub-models and layer lists were measured."""
+        """Return True if the record is valid for this ``config.json``.
+
+        It is if the class was recorded with the config's sub-models, and its rule for ties with such lists of layers.
+        """
         if self.architecture is None or (self.shared_layers is not None and not self.shared_layers.covers(config)):
             return False
-        for key, measured in self.sub_models.items():
+        for key, recorded in self.sub_models.items():
             nested = config.get(key)
             found = nested.get("model_type") if isinstance(nested, Mapping) else None
-            if found is not None and found not in measured:
+            if found is not None and found not in recorded:
                 return False
         return True
 

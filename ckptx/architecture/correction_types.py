@@ -4,8 +4,8 @@ Every correction has its reason. Patterns of a plan and of absent tensors are re
 ``@around`` the module that contains it; alternatives are in braces. Expressions (`expressions`) read the config of the
 text model. Paths and modules of the other corrections are FQNs of the class that the correction names.
 
-Corrections are named tuples: `inspect` reads only some, and creating a dozen dataclasses would take longer than using
-them.
+Corrections are named tuples: `ckptx inspect` reads only some, and creating a dozen dataclasses would take longer than
+using them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class SequenceParallelModules(NamedTuple):
     Attributes:
         layers: Path of the list of decoder layers.
         whole: Modules of every layer that need the whole sequence [B, S, H].
-        experts: Modules of some layers that need all tokens [B * S, H], and the values per token, in any order.
+        experts: Modules of some layers that get all tokens [B * S, H], in any order, and in the same order the other
+            arguments with a row per token, such as routing weights and expert indices [B * S, K].
         tokenwise: Modules of some layers that process tokens independently, as norms do everywhere.
         arguments: Arguments of a layer [B, S, ...] that are sliced with the hidden states.
     """
@@ -209,7 +210,7 @@ class TrainerNamingCorrection(NamedTuple):
 
     Attributes:
         class_name: Name of the class.
-        form: Form of the names, see the module of the trainer in `ckptx.architecture.trainer_naming`.
+        form: Key of the tables of names in `ckptx.architecture.trainer_naming`; "head_norms" in `torchtitan.py`, say.
         reason: Difference from other classes.
     """
 

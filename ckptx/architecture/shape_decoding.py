@@ -7,7 +7,7 @@ The tensors in the base model of a class are written once for all classes around
 
 A shape is written as its sizes separated by commas, with `?` for an unknown one; several shapes are separated by bars.
 Patterns with a shape are required unless they are in `optional`; `without_shape` are required as well. `switches` has
-the values of keys that add or remove patterns, `others` the patterns of the measured config without a shape.
+the values of keys that add or remove patterns, `others` the patterns of the recorded config without a shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of a class about its tensors under a config: required tensors, and the shape of each.
 
-Sizes are expressions over ``config.json`` (`expressions`), measured on meta models and not read from code. For a config
-with values that were not measured, the rules return nothing.
+Sizes are expressions over ``config.json`` (`expressions`), recorded from meta models and not read from code. For a
+config with values that were not recorded, the rules return nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Condition(NamedTuple):
     values: tuple[Any, ...]
 
     def is_met(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config fulfills the condition; an absent key has the default that was measured."""
+        """Return True if the config fulfills the condition; an absent key has the default that was recorded."""
         found = _config_values(config, self.key, aliases, root)
         return self._accepts(found[0]) if found else True
 
@@ -52,7 +52,7 @@ class Switch(NamedTuple):
 
     Attributes:
         key: Dotted key of the config.
-        effect: "adds": the patterns exist only with another value than `value`, which is the measured one. "adds where
+        effect: "adds": the patterns exist only with another value than `value`, which is the recorded one. "adds where
             given": the same, and nothing is known for a config without the key. "may add": they exist with other
             values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
         value: The value, with tuples for lists.
@@ -88,12 +88,12 @@ class Switch(NamedTuple):
 
         A positive number counts as set, because its value affects sizes, not names.
         """
-        for key, measured in self.companions:
+        for key, recorded in self.companions:
             values = [as_hashable(value) for value in _config_values(config, key, aliases, root)]
-            if type(measured) is int:
+            if type(recorded) is int:
                 yield any(type(value) is int and value > 0 for value in values)
             else:
-                yield any(_is_same_value(value, measured) for value in values)
+                yield any(_is_same_value(value, recorded) for value in values)
 
 
 def as_hashable(value: Any) -> Any:
@@ -123,7 +123,7 @@ class ExpectedShapes(NamedTuple):
         shapes: Pattern of model names -> possible shapes of its tensors.
         counts: Path before a star -> number of indices.
         required: Patterns of required tensors, one for each index of each star.
-        stated_paths: Paths before a first star whose count the config states; the others are measured.
+        stated_paths: Paths before a first star whose count the config states; the others are recorded.
         absent_patterns: Pattern of the class that a model with this config does not have -> keys that determine it,
             separated by commas.
         added_patterns: Pattern that a model has because of a key of this config -> that key.
@@ -147,11 +147,11 @@ class ShapeRules:
         counts: Path before a star -> number of indices, as an expression.
         required: Patterns that exist under every config, for each index of each star.
         conditions: Conditions, with the patterns that depend on them.
-        models: Config key of an exchangeable part -> model type with which the rules were measured.
+        models: Config key of an exchangeable part -> model type with which the rules were recorded.
         defaults: Defaults as in `Scope`; used for parts that the config has.
         aliases: Aliases as in `Scope`.
         switches: Values of keys that add or remove patterns.
-        other_patterns: Patterns of the measured config that are in neither `shapes` nor `required`.
+        other_patterns: Patterns of the recorded config that are in neither `shapes` nor `required`.
     """
 
     shapes: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -175,7 +175,7 @@ class ShapeRules:
             all_patterns: Patterns of all tensors that the class has under any config.
 
         Returns:
-            None if the config has a part that was not measured, or none of the numbers that rules read, as a config
+            None if the config has a part that was not recorded, or none of the numbers that rules read, as a config
             written by hand to name the class only.
 
         Raises:
@@ -191,7 +191,7 @@ class ShapeRules:
         scope = Scope(config, defaults, self.aliases, root)
         if not self._has_number(scope):
             return None
-        unmeasured_patterns = {
+        unrecorded_patterns = {
             pattern
             for condition, patterns in self.conditions.items()
             if not condition.is_met(config, self.aliases, root)
@@ -203,7 +203,7 @@ class ShapeRules:
         shapes = {
             pattern: tuple(tuple(_evaluate_size(text, scope) for text in shape) for shape in alternatives)
             for pattern, alternatives in self.shapes.items()
-            if pattern not in unmeasured_patterns
+            if pattern not in unrecorded_patterns
         }
         # size 0: the config disables the tensor
         shapes = {
@@ -214,7 +214,7 @@ class ShapeRules:
         absent = {pattern for pattern in self.shapes if pattern not in shapes}
         required = frozenset(
             each
-            for each in self.required - absent - unmeasured_patterns
+            for each in self.required - absent - unrecorded_patterns
             if all(path in counts for path in star_prefixes(each))
         )
         stated_paths = frozenset(path for path in counts if "*" not in path and keys_of(self.counts[path]))
@@ -228,18 +228,18 @@ class ShapeRules:
         )
 
     def _added_patterns(self, config: Mapping[str, Any], root: tuple[str, ...]) -> dict[str, str]:
-        """Return the patterns that a boolean of this config adds to the measured ones, with its key.
+        """Return the patterns that a boolean of this config adds to the recorded ones, with its key.
 
-        As in `_absent_patterns`, every other key that matters must have its measured value.
+        As in `_absent_patterns`, every other key that matters must have its recorded value.
         """
-        unmeasured_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
-        unmeasured_keys |= {
+        unrecorded_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
+        unrecorded_keys |= {
             each.key for each in self.switches if each.effect == "removes" and each.excludes(config, self.aliases, root)
         }
         added: dict[str, str] = {}
         for switch, patterns in self.switches.items():
             is_boolean = switch.effect in ("adds", "adds where given") and isinstance(switch.value, bool)
-            if is_boolean and not unmeasured_keys - {switch.key} and switch.is_opposite(config, self.aliases, root):
+            if is_boolean and not unrecorded_keys - {switch.key} and switch.is_opposite(config, self.aliases, root):
                 added |= dict.fromkeys((each for each in patterns if each.endswith((".weight", ".bias"))), switch.key)
         return added
 
@@ -248,32 +248,32 @@ class ShapeRules:
     ) -> dict[str, str]:
         """Return the patterns that no tensor has under this config, with the keys that determine it.
 
-        Only measurements count: if another key that affects names or shapes has a value that was not measured, nothing
-        is left out.
+        Only recorded models count: if another key that affects names or shapes has a value that was not recorded,
+        nothing is left out.
         """
-        unmeasured_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
+        unrecorded_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
         by_pattern: dict[str, list[Switch]] = {}
         for switch, patterns in self.switches.items():
             for pattern in patterns:
                 by_pattern.setdefault(pattern, []).append(switch)
         absent = {}
         for pattern, switches in by_pattern.items():
-            if unmeasured_keys - {each.key for each in switches}:
+            if unrecorded_keys - {each.key for each in switches}:
                 continue
             exclusions = [each.excludes(config, self.aliases, root) for each in switches]
-            is_present = switches[0].effect == "removes"  # in the measured config
+            is_present = switches[0].effect == "removes"  # in the recorded config
             if any(exclusions) if is_present else all(exclusions):
                 keys = dict.fromkeys(each.key for each, is_out in zip(switches, exclusions, strict=True) if is_out)
                 absent[pattern] = ", ".join(keys)
-        is_as_measured = not unmeasured_keys and all(
+        is_as_recorded = not unrecorded_keys and all(
             each.excludes(config, self.aliases, root)
             for each in self.switches
             if each.effect in ("adds", "adds where given")
         )
-        if self.models and is_as_measured:  # names of other parts than those of the config
-            measured = self.shapes.keys() | self.required | self.other_patterns
+        if self.models and is_as_recorded:  # names of other parts than those of the config
+            recorded = self.shapes.keys() | self.required | self.other_patterns
             model_type_keys = ", ".join(f"{key}.model_type" for key in self.models)
-            absent |= dict.fromkeys(all_patterns - measured - by_pattern.keys(), model_type_keys)
+            absent |= dict.fromkeys(all_patterns - recorded - by_pattern.keys(), model_type_keys)
         return absent
 
     def _has_number(self, scope: Scope) -> bool:

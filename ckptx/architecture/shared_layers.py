@@ -40,7 +40,7 @@ class SharedLayers:
     flag: TieFlag
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Return True if a ``config.json`` has everything that the ties follow from, in the measured form."""
+        """Return True if a ``config.json`` has every key that the ties follow from, with values of expected types."""
         kinds = config.get(self.kinds_key)
         if not isinstance(kinds, list) or not all(isinstance(each, str) for each in kinds):
             return False
