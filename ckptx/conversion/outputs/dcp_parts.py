@@ -56,6 +56,13 @@ def allocate_dcp(
 ) -> DcpOutput:
     """Allocate every part of the output; it has the same parts as `source`.
 
+    Args:
+        root: Directory of the output.
+        contents: Tensors and objects of all parts.
+        dims: Mesh whose ranks the blocks are for.
+        files: Number of files if tensors are whole; None chooses it by size. Unused for sharded tensors.
+        source: Catalog of the source, with its parts.
+
     Raises:
         UnsupportedError: torch cannot represent a tensor.
     """
@@ -84,7 +91,10 @@ def _part_metadata(
         return catalog_names, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
     def stored_name(name: str) -> str:
-        """Return a name as stored in the part; a new copy or alias gets the same prefix as its counterpart."""
+        """Return a name as stored in the part, without the prefix that catalog names have.
+
+        A name that the source does not have, that of a new copy or alias, loses the prefix of its counterpart.
+        """
         if name in names:
             return names[name]
         counterpart = contents.aliases.get(name) or contents.copies.get(name)

@@ -1,7 +1,8 @@
 """Check after writing: compare the staged files, as a reader sees them, with the plan.
 
-Headers and markers are parsed again, from the files and by the code that opens checkpoints, so that a defect of a
-writer or a header that was copied over cannot contradict the plan: file, offset, dtype and shape of each tensor.
+Headers and markers are parsed again, from the files and by the code that opens checkpoints: file, offset, dtype and
+shape of each tensor must be those of the plan. This finds defects of a writer, and of a header that was restored from
+the record in `ckptx.json`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
 # Reading `.metadata` and the heads of archives takes about 20 us and 1 KB per block. With so many blocks that this
-# would slow down the conversion, only the first and the last block of each file are checked.
-_ALWAYS_CHECKED_BLOCKS, _MAX_CHECKED_BLOCKS, _MIN_BLOCK_BYTES = 1 << 12, 1 << 17, 1 << 20
+# would slow down the conversion, only the first and the last block of each file are checked. All are checked up to
+# `_ALWAYS_CHECKED_BLOCKS`, and up to `_MAX_CHECKED_BLOCKS` if a block has `_MIN_MEAN_BLOCK_BYTES` on average.
+_ALWAYS_CHECKED_BLOCKS, _MAX_CHECKED_BLOCKS, _MIN_MEAN_BLOCK_BYTES = 1 << 12, 1 << 17, 1 << 20
 
 
 def check_huggingface(tree: Source, layout: HuggingFaceLayout) -> None:
@@ -98,7 +100,7 @@ def check_dcp(tree: Source, output: DcpOutput) -> None:
 def _can_check_all(catalog: Catalog) -> bool:
     blocks = sum(len(entry.chunks) for entry in catalog.tensors.values())
     return blocks <= _ALWAYS_CHECKED_BLOCKS or (
-        blocks <= _MAX_CHECKED_BLOCKS and sum(catalog.files.values()) > blocks * _MIN_BLOCK_BYTES
+        blocks <= _MAX_CHECKED_BLOCKS and sum(catalog.files.values()) > blocks * _MIN_MEAN_BLOCK_BYTES
     )
 
 
