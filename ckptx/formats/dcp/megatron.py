@@ -4,7 +4,7 @@
     common.pt       a pickle of the state that is equal on every rank: arguments, iteration, optimizer state
 
 Its tensors are read like those of any DCP, under Megatron's own names, which `ckptx.model_view.megatron_names` maps to
-those of the Hub if there is a config. Without one, `common.pt` is copied; it is never parsed.
+those of the Hub if there is a config. Without one, `common.pt` is copied without being opened.
 """
 
 from __future__ import annotations

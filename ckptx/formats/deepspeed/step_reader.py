@@ -50,7 +50,11 @@ class StepReader:
     Attributes:
         source: The directory to which names are relative.
         directory: Directory of the files, empty or with a slash at the end.
+        has_module_file: True if there is a `mp_rank_00_model_states.pt`, which stages 0 to 2 save.
+        model_files: The model states of each data rank, which only stage 3 saves, sorted by rank.
+        optimizer_files: The optimizer states of each data rank, sorted by rank; empty in stage 0.
         catalog: Receives tensors, files and notes.
+        where: Directory of the files, for messages.
     """
 
     def __init__(self, source: Source, names: Sequence[str]) -> None:
@@ -63,7 +67,7 @@ class StepReader:
         self.source = source
         self.directory = step_directory(names)
         base_names = [name[len(self.directory) :] for name in names]
-        self.has_model_file = MODEL_FILE in base_names
+        self.has_module_file = MODEL_FILE in base_names
         rank_files = [found for name in base_names if (found := parse_zero_file(name)) is not None]
         self.model_files = sorted(file for file in rank_files if file.kind == "model")
         self.optimizer_files = sorted(file for file in rank_files if file.kind == "optim")
@@ -73,8 +77,8 @@ class StepReader:
     def read(self) -> Catalog:
         """Return the catalog of the step."""
         self._check_files()
-        is_stage_3 = not self.has_model_file
-        model = self._read_model(MODEL_FILE if self.has_model_file else self.model_files[0].name, is_stage_3)
+        is_stage_3 = not self.has_module_file
+        model = self._read_model(MODEL_FILE if self.has_module_file else self.model_files[0].name, is_stage_3)
         states = [self._read_optimizer(file) for file in self.optimizer_files]
         if is_stage_3:
             self._add_stage_3(model, states)
@@ -95,12 +99,12 @@ class StepReader:
 
     def _check_files(self) -> None:
         """Check that the files are of one save, and that no rank below the highest is missing."""
-        if self.has_model_file and self.model_files:
+        if self.has_module_file and self.model_files:
             raise InputError(
                 f"{self.where}: has {MODEL_FILE} of stages 0 to 2 and {self.model_files[0].name} of stage 3; remove "
                 "the files of one save"
             )
-        if not self.has_model_file and (not self.model_files or self.model_files[0].rank):
+        if not self.has_module_file and (not self.model_files or self.model_files[0].rank):
             expected = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self.model_files else MODEL_FILE
             raise InputError(
                 f"{self.where}: {expected} is missing, which has the names of the parameters; copy it from the machine "
@@ -126,14 +130,14 @@ class StepReader:
                 f"{self.where}: {len(missing)} of {count} *_optim_states.pt files are missing, of ranks {numbers}; "
                 "copy them from the machines that wrote them"
             )
-        if not self.has_model_file and not count and self._requires_optimizer_files():
+        if not self.has_module_file and not count and self._requires_optimizer_files():
             raise InputError(
                 f"{self.where}: the *_optim_states.pt files are missing, which have the parameters of stage 3; copy "
                 "them from the machines that wrote them"
             )
 
     def _requires_optimizer_files(self) -> bool:
-        """Return True if the parameters of stage 3 are in the files of the optimizer."""
+        """Return True: the parameters of stage 3 are in the files of the optimizer. Other readers override this."""
         return True
 
     # ---------------------------------------------------------------------------------------------------------- files
@@ -296,7 +300,13 @@ class StepReader:
     # ------------------------------------------------------------------------------------------------ optimizer state
 
     def _check_groups(self, model: ModelStates, states: Sequence[RankState], stage: int) -> int:
-        """Check that all ranks have the groups of `param_shapes`; return their number."""
+        """Check that all ranks have the groups of `param_shapes`; return their number.
+
+        Args:
+            model: Model states with `param_shapes`.
+            states: Optimizer states of all data ranks.
+            stage: 3, or 2 for stages 1 and 2, whose files are the same.
+        """
         groups = len(model.param_shapes)
         for file, state in zip(self.optimizer_files, states, strict=True):
             where = f"{self.where}/{file.name}"
@@ -331,24 +341,37 @@ class StepReader:
             return
         group = states[0].groups[index]
         for key in sorted(group.flat.keys() & _MOMENTS):
-            parts = self._of_all_ranks(states, index, key, "flat")
+            parts = self._state_parts(states, index, key)
             partition.check(parts, f"{self.source.location}", f"{key} of group {index}")
             self._add(
                 TensorEntry(state_name(name, key), parts[0].dtype, shape, partition.chunks(name, parts))
                 for name, shape in shapes.items()
             )
         if _STEP in group.scalars:
-            steps = self._of_all_ranks(states, index, _STEP, "scalars")
+            steps = self._state_parts(states, index, _STEP, is_scalar=True)
             self._check_steps(steps)
             step = steps[0]
             chunk = Chunk(full_region(()), step.file, step.offset, step.dtype.itemsize, None, step.record)
             self._add(TensorEntry(state_name(name, _STEP), step.dtype, (), (chunk,)) for name in shapes)
 
-    def _of_all_ranks(self, states: Sequence[RankState], index: int, key: str, kind: str) -> list[FlatPart]:
+    def _state_parts(
+        self, states: Sequence[RankState], index: int, key: str, *, is_scalar: bool = False
+    ) -> list[FlatPart]:
+        """Return one tensor of the optimizer of each data rank.
+
+        Args:
+            states: Optimizer states of all data ranks.
+            index: Index of the parameter group.
+            key: Name of the tensor, such as `exp_avg` or `step`.
+            is_scalar: True if it is one number for the group, False if it has an element for each master.
+
+        Raises:
+            InputError: A rank does not have it.
+        """
         parts: list[FlatPart] = []
         for file, state in zip(self.optimizer_files, states, strict=True):
             group = state.groups[index]
-            part = (group.flat if kind == "flat" else group.scalars).get(key)
+            part = (group.scalars if is_scalar else group.flat).get(key)
             if part is None:
                 raise InputError(
                     f"{self.where}/{file.name}: {key} of group {index} is missing, but {self.optimizer_files[0].name} "
