@@ -16,12 +16,13 @@ RunKey = tuple[int, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Destination of a tensor in one run of a conversion, see `RunKey`.
+    """Place of a tensor in one run of a conversion, see `RunKey`: among its sources, or among its targets.
 
     Attributes:
         conversion: Index of the conversion.
         shared_indices: Indices that the whole run shares, such as its layer.
-        pattern_index: Index of the pattern among the sources or targets.
+        pattern_index: Index of the pattern: among the sources for the name of a tensor to convert, among the targets
+            for the name of a converted one.
         list_index: Position in a module list; 0 outside of one.
     """
 
@@ -114,7 +115,7 @@ def _changes_tensors(conversion: Conversion) -> bool:
 
 
 def target_name_at(conversions: Sequence[Conversion], destination: Destination) -> str:
-    """Return the name of the target that has the same index as the source at a destination.
+    """Return the name of the target with the same index as the source of the run that `destination` stands for.
 
     If there is no such target, because several sources become one tensor, it is the name of the first target.
     """
