@@ -168,7 +168,10 @@ class Setting(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """Return True for a flag that selects the second table of a command: True is its only choice there."""
+        """Return True for a flag that turns a command into another, as --run does with verify.
+
+        Each of the two has its own subclass of `Options`; in that with the flag, True is its only choice.
+        """
         return self.choices == (True,)
 
     @property
