@@ -50,7 +50,8 @@ class Job:
         settings: Settings other than `plan` that determine the bytes; a run resumes another only if they are equal.
         build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
         opened_catalog: Catalog of the source as it was when it was opened.
-        are_source_decisions_unchanged: Repeats decisions on the current contents of the source; True if they are equal.
+        are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again; True if the
+            conversion would treat them as it did.
         validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
         check_staged_files: Raises an error if the finished tensor files in the staging directory are wrong; called
             before the commit markers are written.

@@ -43,7 +43,8 @@ def require_unchanged(
         digests: Digest of each copied tensor, by target name.
         files: Files of the source.
         opened_catalog: Catalog of the source as it was when it was opened.
-        are_source_decisions_unchanged: Repeats decisions on the current contents of the source; True if they are equal.
+        are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again; True if the
+            conversion would treat them as it did.
         max_memory: Memory limit for buffers, in bytes.
 
     Raises:
