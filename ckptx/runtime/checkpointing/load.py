@@ -421,7 +421,8 @@ def _narrow_to_region(tensor: Tensor, region: Region) -> Tensor:
 def retie(model: nn.Module) -> list[str]:
     """Tie parameters again whose names are tied and that have the same layout but became separate.
 
-    Parameters that FSDP manages are left unchanged, as it keeps its own references. Their values are equal.
+    A model in which FSDP manages any module is left unchanged, as FSDP keeps references to its parameters. The values
+    of the tied parameters are equal all the same.
 
     Returns:
         The names that share a parameter again.

@@ -3,9 +3,10 @@
     ids       begin, image, question, answer, end, padding
     labels     -100   -100    -100    answer  end    -100
 
-The answer is marked by `{% generation %}` of the chat template; without it, the answer begins where the conversation
-with the answer differs from the one that asks for it. A sample that is too long loses the beginning of its question,
-and if that is not enough, the end of its answer.
+The answer is marked by `{% generation %}` of a tokenizer's chat template. Without it, and with a processor of images,
+the answer begins where the conversation with the answer differs from the one that asks for it; without a chat template
+it is encoded by itself. A sample that is too long loses the beginning of its question, and if that is not enough, the
+end of its answer.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Trainer:
         self.sampler = Sampler(len(dataset), seed=training.seed, global_batch=training.global_batch)
         self.random_state = RandomState(rank_context.device)
         seed(training.seed, mesh)
-        self._mixed_inputs = make_mixed_inputs(self.rank_model)
+        self._mixed_inputs = make_mixed_inputs(self.rank_model)  # ranks may have images or text in the same microbatch
         self._saver: Saver | None = None
         self._run_callback("loaded")
 
@@ -183,7 +183,9 @@ class Trainer:
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the microbatches of this data-parallel rank: model arguments and labels, on its device.
+        """Return model arguments and labels of each forward pass of this data-parallel rank, on its device.
+
+        A pass has `training.microbatch` samples in a pipeline, and `training.local_batch` without one.
 
         Args:
             indices: Samples of the step, of all data-parallel ranks.
