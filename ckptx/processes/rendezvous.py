@@ -72,7 +72,7 @@ def open_store(host: str, port: int, rank: int, name: str, timeout: float = STAR
         EnvironmentProblem: The port is in use on rank 0.
         DistNetworkError: The store cannot be reached.
     """
-    from datetime import timedelta  # not imported by a command that starts
+    from datetime import timedelta  # imported here, so that commands without ranks start faster
 
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 

@@ -30,7 +30,7 @@ from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
 from ckptx.untrusted.limits import MAX_DIMS, MAX_PICKLE_BYTES, MAX_TENSORS
 
-FILE_PREFIX = "file: "  # start of the description of a file that is compared by its bytes
+FILE_PREFIX = "file: "  # start of the description of a file without tensors: a digest, or the target of a link
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16

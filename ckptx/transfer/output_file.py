@@ -1,4 +1,4 @@
-"""Writer of an output file, which is written front to back through one buffer and digested on the way."""
+"""Writers of an output file: each worker writes a range of it through its own buffer, and digests it on the way."""
 
 from __future__ import annotations
 
