@@ -31,6 +31,7 @@ from ckptx.report.number_formats import format_text
 from ckptx.report.page import read_asset, render_page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
+from ckptx.report.text import architecture_text
 from ckptx.untrusted.printable import escape_strings, one_line
 
 _MAX_CELLS = 4096  # more ranks are not drawn
@@ -245,7 +246,7 @@ def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
     """Return the head of the page; its facts are about the whole checkpoint, even if the page shows a part of it."""
     facts = [
         ("format", format_text(report.format)),
-        ("architecture", report.architecture or "unknown"),
+        ("architecture", architecture_text(report)),
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
         ("size", human_bytes(report.bytes)),

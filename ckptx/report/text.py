@@ -243,12 +243,18 @@ def _rule_text(rule: str) -> str:
     return f"the model's {rule[6:]}" if rule.startswith("model plan") else _RULE_NAMES.get(rule, rule)
 
 
+def architecture_text(report: InspectionReport) -> str:
+    """Return the model class, or that it is unknown: without a config nothing names it."""
+    reason = "" if "config.json" in report.other_files else " (no config.json)"
+    return report.architecture or f"unknown{reason}"
+
+
 def inspect_text(report: InspectionReport) -> str:
     """Return the summary that `inspect` prints."""
     lines = [
         f"{report.path}",
         f"  format        {format_text(report.format)}, {counted(len(report.files), 'file')}",
-        f"  architecture  {report.architecture or 'unknown'}",
+        f"  architecture  {architecture_text(report)}",
         f"  tensors       {_tensor_total_text(report)}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
