@@ -94,7 +94,8 @@ def check_uninterrupted_run(session: Session) -> Findings:
         )
     noise = session.noise
     findings.notes.append(
-        f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}"
+        f"noise of the loss {max(noise['loss'].values()):.3g}, of logits {max(noise['logits'].values()):.3g}; "
+        "checks of other logits measure their own"
     )
     return _merge_verdicts(findings)
 
