@@ -41,8 +41,8 @@ def convert_group(**_: object) -> None:
     """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist.
 
     The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP
-    (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed files, files of the torch_checkpointing library,
-    or sharded safetensors (with the shards of one rank in each file, as reshard writes).
+    (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed files, files of meta-pytorch's
+    torch_checkpointing, or sharded safetensors (with the shards of one rank in each file, as reshard writes).
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
@@ -94,8 +94,8 @@ def to_hf(call: CommandCall) -> int:
 def to_megatron(call: CommandCall) -> int:
     """Convert a checkpoint to a Megatron torch_dist directory, which loads at any TP x PP x EP.
 
-    Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST. Under torchrun, the processes share
-    the work.
+    Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST --dist-ckpt-strictness
+    log_unexpected. Under torchrun, the processes share the work.
     """
     return _run(call)
 

@@ -20,7 +20,7 @@ def command(call: CommandCall) -> int:
     """Compare two checkpoints bit for bit, across formats and layouts.
 
     With --run, load both models instead, and compare the tensors that they load (without optimizer state), and logits,
-    loss and gradients on two sequences of random tokens. Exit 1 if they differ.
+    loss and gradients on two sequences of random tokens (per data-parallel rank and microbatch). Exit 1 if they differ.
 
     On one rank and with PP alone, results must be bit-identical, unless the device is not deterministic or --compile is
     set. Otherwise, differences within a tolerance are allowed: 8 times the rounding noise that is measured on the

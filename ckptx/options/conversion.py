@@ -66,7 +66,7 @@ SHARD_SIZE = "5GB"
 _DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also Megatron "
-    "torch_dist, per-rank FSDP files, DeepSpeed files, files of the torch_checkpointing library, or sharded "
+    "torch_dist, per-rank FSDP files, DeepSpeed files, files of meta-pytorch's torch_checkpointing, or sharded "
     "safetensors with the shards of one rank in each file, as reshard writes): a directory, file, index or Hub id."
 )
 _DST_HELP = "Directory to write."

@@ -23,8 +23,10 @@ from ckptx.options.option import (
 from ckptx.options.output import ReportOutput
 from ckptx.options.source import HubOptions, LogOptions, RemoteCodeOptions
 from ckptx.options.step import (
+    ACTIVATION_CHECKPOINTING,
     GPU_MEMORY,
     MICROBATCHES,
+    ActivationCheckpointingMode,
     ActivationCheckpointingOptions,
     ActivationCheckpointingScopeOptions,
     GpuMemoryOptions,
@@ -68,10 +70,15 @@ class StepOptions(
             default="not set",
         ),
     ] = None
+    activation_checkpointing: Annotated[
+        ActivationCheckpointingMode | None,
+        ACTIVATION_CHECKPOINTING._replace(default="none; with --search, the least that fits"),
+    ] = None
     microbatches: Annotated[
         int | None,
         MICROBATCHES._replace(
-            help="Microbatches per step and data-parallel rank. Without PP, values above 1 mean gradient accumulation."
+            help="Microbatches per step and data-parallel rank. Without PP, values above 1 mean gradient accumulation.",
+            default="one per pipeline stage; with --search, chosen for each layout",
         ),
     ] = None
     gpu_memory: Annotated[

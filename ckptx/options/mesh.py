@@ -135,7 +135,8 @@ class PipelineOptions(StageSplitOptions):
     schedule: Annotated[
         Schedule,
         Option(
-            "Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev.",
+            "Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev. The "
+            "last four have two stages per rank, so that --pp-split takes two counts per rank.",
             LAYOUT,
             metavar="SCHEDULE",
             requires=[Requirement("pp", 2)],

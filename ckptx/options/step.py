@@ -16,6 +16,14 @@ MICROBATCHES = Option(
     default="one per pipeline stage",
     replaces=("num_microbatches", "gradient_accumulation_steps"),
 )
+ActivationCheckpointingMode = Literal["none", "full", "submodule", "selective"]
+ACTIVATION_CHECKPOINTING = Option(
+    "Activation checkpointing: full (recompute whole layers), submodule (attention, MLP and norms separately) or "
+    "selective (save attention and every second matmul).",
+    TRAINING_STEP,
+    default="none",
+    replaces=("ac", "gradient_checkpointing", "recompute"),
+)
 GpuName = Literal[
     "h100", "h200", "b200", "a100-80gb", "a100-40gb", "l40s", "l4", "a10g", "v100-32gb", "t4", "rtx4090", "mi300x"
 ]
@@ -37,16 +45,7 @@ class MicrobatchOptions(Options):
 class ActivationCheckpointingOptions(Options):
     """Option for the activation checkpointing mode."""
 
-    activation_checkpointing: Annotated[
-        Literal["none", "full", "submodule", "selective"] | None,
-        Option(
-            "Activation checkpointing: full (recompute whole layers), submodule (attention, MLP and norms separately) "
-            "or selective (save attention and every second matmul).",
-            TRAINING_STEP,
-            default="none",
-            replaces=("ac", "gradient_checkpointing", "recompute"),
-        ),
-    ] = None
+    activation_checkpointing: Annotated[ActivationCheckpointingMode | None, ACTIVATION_CHECKPOINTING] = None
 
     @property
     def checkpointing_mode(self) -> str:

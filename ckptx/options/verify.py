@@ -143,8 +143,8 @@ class VerifyOptions(
     dtype: Annotated[
         Dtype,
         Option(
-            "Cast the reference before comparing (auto: compare as stored). --run computes in --compute-dtype and only "
-            "notes different stored dtypes.",
+            "Cast the reference before comparing, as convert --dtype does (auto: compare as stored). --run computes in "
+            "--compute-dtype and only notes different stored dtypes.",
             COMPARISON,
             spellings=DTYPE_SPELLINGS,
         ),
