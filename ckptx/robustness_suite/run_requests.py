@@ -18,7 +18,7 @@ Logits = Sequence[NDArray[np.float32]]
 
 
 class RunSetup(NamedTuple):
-    """What all runs of a recipe start from.
+    """Initial checkpoint and device of all runs of a recipe.
 
     Attributes:
         source: Initial checkpoint of the recipe.
