@@ -12,7 +12,7 @@ TOOLS_VENV ?= .venv-tools
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
 # Packages that `make judges` compares with.
-JUDGES ?= compressed-tensors==0.20.0 loguru megatron-core==0.16.1 torch_checkpointing==0.1.1 \
+JUDGES ?= compressed-tensors==0.20.0 loguru megatron-core==0.16.1 nemo_automodel==0.7.0 torch_checkpointing==0.1.1 \
 	deepspeed==0.19.8 annotated_types einops hjson msgpack ninja py-cpuinfo pydantic==2.14.4 pydantic_core==2.50.5 typing_inspection
 # Tests and benchmarks start processes; with this variable set, each of them would compile ckptx again.
 unexport PYTHONDONTWRITEBYTECODE
