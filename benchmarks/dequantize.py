@@ -223,9 +223,9 @@ def main() -> None:
         if part == "torch":
             continue
         decoding = [each for each in timings if each.name.startswith("ckptx") and "decoded files" not in each.name]
-        fastest = min(each.to_dict()["seconds"] for each in decoding)
-        hours = _DEEPSEEK_V3_PARAMETERS * 2 / nbytes * float(str(fastest)) / 3600
-        tables.append(f"Extrapolated from the fastest of these: {hours:.1f} hours for 671 B parameters.\n")
+        seconds = float(str(decoding[-1].to_dict()["seconds"]))
+        hours = _DEEPSEEK_V3_PARAMETERS * 2 / nbytes * seconds / 3600
+        tables.append(f"Extrapolated from 2 workers that decode: {hours:.1f} hours for 671 B parameters.\n")
         os.sync()
     publish(arguments.results, "dequantize", results, tables)
 
