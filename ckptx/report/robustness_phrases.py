@@ -76,7 +76,7 @@ _UNCHECKED_REASONS: Mapping[str, str] = {
 }
 # Name of an exact check -> what it counts, and its result if it passed; other checks find identical items.
 _PASSED_TEXTS = {
-    "reference files": ("file of the uninterrupted run", "unchanged"),
+    "reference files": ("reference file", "unchanged"),
     "readable": ("checkpoint", "readable"),
     "finite": ("item", "finite"),
     "memory": ("measurement", "not above the level after warmup"),

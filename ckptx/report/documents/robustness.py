@@ -34,18 +34,21 @@ class RobustnessReport(Report):
         first_failure: First failure: `phase`, `check` (null if the phase failed without one), `cause` in words; null if
             nothing failed.
         noise: `loss` and `logits`, each with the largest difference between identical runs (`repeated`) and between
-            runs whose embedding was perturbed by 1 ULP (`perturbed`); null if there were no such runs.
+            runs whose embedding was perturbed by 1 ULP (`perturbed`), null if there were no such runs; empty if nothing
+            was trained, or by a custom trainer that was not run twice.
         losses: One entry per run: `run` (its name), `steps`, `losses`, `compared_with` (name of the run whose losses
             are the reference; null for a run that is compared with no other) and `mesh` (null for a custom trainer).
             The first run is the uninterrupted one.
         differing: One entry per item that differs: `phase` (its number), `check`, `item` and, if known, `rank`,
             `reference` and `actual`.
         kills: One entry per process that was killed while saving: `operation` (file system operation at which it was
-            killed), `ranks`, `is_async`, `latest_step` (null if none could be loaded), `ok`.
+            killed), `ranks`, `is_async`, `latest_step` (null if none could be loaded), `ok`. Absent if no save was
+            killed.
         step_memory: Bytes of tensors in one step, maximum over ranks: `forecast_peak`, `forecast_between_steps`,
-            `measured_peak`, `measured_between_steps`; empty if it was not measured.
-        environment: Versions of ckptx, python, torch and transformers, and names of platform, device and backend; a
-            custom trainer chooses the last two, which are absent then.
+            `measured_peak`, `measured_between_steps`; without the first two if nothing was forecast, without the last
+            two if nothing was measured.
+        environment: Versions of ckptx, python and the packages that it uses, the platform, the number of cores, and the
+            names of device and backend; a custom trainer chooses the last two, which are absent then.
     """
 
     commands: ClassVar[Sequence[str]] = ("robustness",)
