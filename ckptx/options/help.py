@@ -15,18 +15,18 @@ from ckptx.options.option import Options, Setting, settings_of
 from ckptx.options.sizes import GPU_GIB, parse_gpu_memory, parse_size
 
 
-class TableSwitch(NamedTuple):
-    """An option that chooses between two tables of a command, such as `--run` of `verify`.
+class OptionsSwitch(NamedTuple):
+    """An option that chooses between two subclasses of `Options` for a command, such as `--run` of `verify`.
 
     Attributes:
-        setting: The setting of the option in `table_with`.
-        table_with: Table that applies if the option is given.
-        table_without: Table that applies if it is not.
+        setting: The setting of the option in `options_with`.
+        options_with: Options of the command if the option is given.
+        options_without: Options of the command if it is not.
     """
 
     setting: Setting
-    table_with: type[Options]
-    table_without: type[Options]
+    options_with: type[Options]
+    options_without: type[Options]
 
 
 class OptionHelp(NamedTuple):
@@ -63,41 +63,47 @@ class OptionHelp(NamedTuple):
         return f"{self.text}{exclusion}{required}"
 
 
-def make_help(tables: Sequence[type[Options]]) -> dict[str, OptionHelp]:
-    """Return the help of every option in the tables of a command, by the names of the fields."""
-    switch = find_switch(tables)
+def make_help(option_classes: Sequence[type[Options]]) -> dict[str, OptionHelp]:
+    """Return the help of every option of a command, by the names of the fields."""
+    switch = find_switch(option_classes)
     help_by_name: dict[str, OptionHelp] = {}
-    for table in tables:
-        for name, setting in settings_of(table).items():
+    for options in option_classes:
+        for name, setting in settings_of(options).items():
             if setting.option is None or name in help_by_name:
                 continue
             if switch is not None and name == switch.setting.name:
-                help_by_name[name] = _option_help(switch.table_with, switch.setting, is_switch=True)
+                help_by_name[name] = _option_help(switch.options_with, switch.setting, is_switch=True)
                 continue
             condition = ""
-            if switch is not None and table is switch.table_without and name not in settings_of(switch.table_with):
+            if (
+                switch is not None
+                and options is switch.options_without
+                and name not in settings_of(switch.options_with)
+            ):
                 condition = f"without {switch.setting.flag}"
-            elif switch is not None and table is switch.table_with:
+            elif switch is not None and options is switch.options_with:
                 condition = f"with {switch.setting.flag}"
-            help_by_name[name] = _option_help(table, setting, condition)
+            help_by_name[name] = _option_help(options, setting, condition)
     return help_by_name
 
 
-def _option_help(table: type[Options], setting: Setting, condition: str = "", *, is_switch: bool = False) -> OptionHelp:
-    """Return the help of an option with the section and the requirements that it has in a table."""
+def _option_help(
+    options: type[Options], setting: Setting, condition: str = "", *, is_switch: bool = False
+) -> OptionHelp:
+    """Return the help of an option with the section and the requirements that it has in these options."""
     assert setting.option is not None
-    section = table.headings.get(setting.option.section, setting.option.section)
-    requires = [text for _, text in table.requirements_of(setting.name)]
+    section = options.headings.get(setting.option.section, setting.option.section)
+    requires = [text for _, text in options.requirements_of(setting.name)]
     return OptionHelp(section, setting.option.help, requires, condition, is_switch)
 
 
-def find_switch(tables: Sequence[type[Options]]) -> TableSwitch | None:
-    """Return the option that chooses between two of the tables; None if a command has one table of options."""
-    for table in tables:
-        for name, setting in settings_of(table).items():
+def find_switch(option_classes: Sequence[type[Options]]) -> OptionsSwitch | None:
+    """Return the option that chooses between two of these subclasses of `Options`; None if a command has one."""
+    for options in option_classes:
+        for name, setting in settings_of(options).items():
             if setting.is_switch:
-                other = next(each for each in tables if each is not table and name in settings_of(each))
-                return TableSwitch(setting, table, other)
+                other = next(each for each in option_classes if each is not options and name in settings_of(each))
+                return OptionsSwitch(setting, options, other)
     return None
 
 
@@ -115,9 +121,9 @@ def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
     }
 
 
-def size_note(tables: Sequence[type[Options]]) -> str:
+def size_note(option_classes: Sequence[type[Options]]) -> str:
     """Return the units of sizes in the options of a command; "" if no option takes a size."""
-    settings = [setting for table in tables for setting in settings_of(table).values()]
+    settings = [setting for options in option_classes for setting in settings_of(options).values()]
     parsers = {each.option.parse for each in settings if each.option is not None and each.option.is_size}
     sentences = []
     if parse_size in parsers:
