@@ -17,7 +17,7 @@ from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.mapping.rewrite import (
     KEEP_NAMES,
     concat,
-    interleave,
+    deinterleave,
     join_groups,
     merge,
     pad,
@@ -194,7 +194,7 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
             for column, shape in zip(columns, _match_length(shapes, len(columns)), strict=True)
         ]
     if op.kind == "interleave":
-        return [[interleave(entry, op.dim, inverse=op.args[:1] == (1,)) for entry in column] for column in columns]
+        return [[deinterleave(entry, op.dim, inverse=op.args[:1] == (1,)) for entry in column] for column in columns]
     if op.kind == "permute_rope":
         heads, is_inverse, indices = op.rope_args
         return [

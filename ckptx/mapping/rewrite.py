@@ -239,7 +239,7 @@ def transpose(entry: TensorEntry, a: int, b: int) -> TensorEntry:
     return _map_chunks(entry, reorder(entry.shape), transpose_chunk)
 
 
-def interleave(entry: TensorEntry, dim: int, inverse: bool) -> TensorEntry:
+def deinterleave(entry: TensorEntry, dim: int, inverse: bool) -> TensorEntry:
     """Reorder a0 b0 a1 b1 along a dim to a0 a1 b0 b1; with `inverse`, apply the inverse.
 
     Raises:
