@@ -28,7 +28,7 @@ class RankTensors:
     def __init__(self) -> None:
         self._regions = RegionCache()
         self._chunks: dict[str, list[Chunk]] = {}
-        # Dtype and shape in the file of the lowest rank, and its name; the dtype is None without any elements so far.
+        # Shape in the first file that was added, and its name, and dtype in the first one with elements; None so far.
         self._seen: dict[str, tuple[DType | None, Shape, str]] = {}
 
     @property

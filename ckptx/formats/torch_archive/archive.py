@@ -404,37 +404,37 @@ def open_archive(
             safetensors payload.
     """
 
-    def window(position: int, nbytes: int) -> bytes:
+    def read_zip(position: int, nbytes: int) -> bytes:
         if position < 0 or position + nbytes > length:
             raise damaged_error(where, f"refers to bytes {position} to {position + nbytes} of {length}")
         return read(offset + position, nbytes)
 
-    _refuse_other_formats(window(0, min(length, 512)), where)
-    members = read_directory(window, length, where)
+    _refuse_other_formats(read_zip(0, min(length, 512)), where)
+    members = read_directory(read_zip, length, where)
     prefix = next(iter(members), "").partition("/")[0] + "/"
     if f"{prefix}constants.pkl" in members:
         raise UnsupportedError(f"{where}: TorchScript archive, which is not converted; save its state_dict()")
-    order = read_member(window, members, f"{prefix}byteorder", where, 64) or b"little"
+    order = read_member(read_zip, members, f"{prefix}byteorder", where, 64) or b"little"
     if order == b"big":
         raise UnsupportedError(
             f"{where}: big-endian archive, which is not converted; save it on a little-endian machine"
         )
     if order != b"little":
         raise damaged_error(where, "unknown byte order")
-    pickled = read_member(window, members, f"{prefix}data.pkl", where, MAX_PICKLE_BYTES)
+    pickled = read_member(read_zip, members, f"{prefix}data.pkl", where, MAX_PICKLE_BYTES)
     if pickled is None:
         raise damaged_error(where, "no data.pkl inside")
     records = {}
     for name, member in members.items():
         if name.startswith(f"{prefix}data/"):
-            begin = data_begin(window, name, member, where)
+            begin = data_begin(read_zip, name, member, where)
             crc = member.crc or (None if member.nbytes else 0)
             records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
         elif member.nbytes <= _SMALL_MEMBER_NBYTES:
-            read_member(window, members, name, where, _SMALL_MEMBER_NBYTES)  # torch reads some, such as the version
-    version = read_member(window, members, f"{prefix}version", where, _SMALL_MEMBER_NBYTES)
+            read_member(read_zip, members, name, where, _SMALL_MEMBER_NBYTES)  # torch reads some, such as the version
+    version = read_member(read_zip, members, f"{prefix}version", where, _SMALL_MEMBER_NBYTES)
     if version is None:
-        version = read_member(window, members, f"{prefix}.data/version", where, _SMALL_MEMBER_NBYTES)
+        version = read_member(read_zip, members, f"{prefix}.data/version", where, _SMALL_MEMBER_NBYTES)
     if version is None:
         raise damaged_error(where, "no record 'version', without which torch does not open it")
     _refuse_overlaps(records, where)

@@ -1,7 +1,7 @@
 """Parse the directory of a zip file with stored members: their names, sizes and positions.
 
 The format is that of PKWARE's zip application note (4.3.6 overall format, 4.5.3 zip64). Positions are relative to the
-first byte of the zip, which may be anywhere in a file; `window` reads at a position and refuses any outside the zip.
+first byte of the zip, which may be anywhere in a file; `read_zip` reads at a position and refuses any outside the zip.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptx.errors import InputError, UnsupportedError
 
-ReadBytes = Callable[[int, int], bytes]
+ReadBytes = Callable[[int, int], bytes]  # position and number of bytes -> bytes; raises if any is outside the zip
 
 ZIP32 = 0xFFFFFFFF  # Sizes and offsets from this value on are in a zip64 field.
 
@@ -52,7 +52,7 @@ def damaged_error(where: str, reason: str) -> InputError:
     return InputError(f"{where}: damaged torch archive: {reason}; copy or download it again")
 
 
-def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Member]:
+def read_directory(read_zip: ReadBytes, length: int, where: str) -> dict[str, Member]:
     """Return all members by name, in the order of the zip directory.
 
     Raises:
@@ -61,7 +61,7 @@ def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Memb
     position, tail = -1, b""
     for search_bytes in (1 << 10, _END_SEARCH):
         begin = max(length - search_bytes, 0)
-        tail = window(begin, length - begin)
+        tail = read_zip(begin, length - begin)
         position = tail.rfind(b"PK\5\6")
         if position >= 0:
             break
@@ -70,9 +70,9 @@ def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Memb
     disk, directory_disk, disk_count, count, size, begin_directory = END.unpack_from(tail, position)[1:7]
     position += begin
     if position >= LOCATOR.size:
-        signature, _, end64_position, num_disks = LOCATOR.unpack(window(position - LOCATOR.size, LOCATOR.size))
+        signature, _, end64_position, num_disks = LOCATOR.unpack(read_zip(position - LOCATOR.size, LOCATOR.size))
         if signature == b"PK\6\7":
-            fields = END64.unpack(window(end64_position, END64.size))
+            fields = END64.unpack(read_zip(end64_position, END64.size))
             disk, directory_disk, disk_count, count, size, begin_directory = fields[4:10]
             if fields[0] != b"PK\6\6" or fields[1] < END64.size - 12 or num_disks != 1:
                 raise damaged_error(where, "no valid zip64 end record")
@@ -80,7 +80,7 @@ def read_directory(window: ReadBytes, length: int, where: str) -> dict[str, Memb
         raise damaged_error(where, f"its end record describes disk {disk} with {disk_count} of {count} members")
     if size > _DIRECTORY_LIMIT or count * CENTRAL.size > size:
         raise damaged_error(where, f"directory of {size} bytes for {count} members")
-    return _parse_members(window(begin_directory, size), count, where)
+    return _parse_members(read_zip(begin_directory, size), count, where)
 
 
 def _parse_members(directory: bytes, count: int, where: str) -> dict[str, Member]:
@@ -124,7 +124,7 @@ def _zip64_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tup
     raise damaged_error(where, "zip64 fields are missing")
 
 
-def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
+def data_begin(read_zip: ReadBytes, name: str, member: Member, where: str) -> int:
     """Return the position of the first byte of a member's data, relative to the first byte of the zip.
 
     Raises:
@@ -135,17 +135,17 @@ def data_begin(window: ReadBytes, name: str, member: Member, where: str) -> int:
         raise UnsupportedError(
             f"{where}: member {name[:60]!r} is compressed, which is not supported; save it again with torch.save"
         )
-    fields = LOCAL.unpack(window(member.header_offset, LOCAL.size))
+    fields = LOCAL.unpack(read_zip(member.header_offset, LOCAL.size))
     begin = member.header_offset + LOCAL.size + int(fields[9]) + int(fields[10])
     if fields[0] != b"PK\3\4":
         raise damaged_error(where, f"no header for member {name[:60]!r}")
-    if window(member.header_offset + LOCAL.size, int(fields[9])).decode("utf-8", "replace") != name:
+    if read_zip(member.header_offset + LOCAL.size, int(fields[9])).decode("utf-8", "replace") != name:
         raise damaged_error(where, f"the header of member {name[:60]!r} has another name")
-    window(begin + member.nbytes, 0)
+    read_zip(begin + member.nbytes, 0)
     return begin
 
 
-def read_member(window: ReadBytes, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
+def read_member(read_zip: ReadBytes, members: dict[str, Member], name: str, where: str, limit: int) -> bytes | None:
     """Return the bytes of a small member, checked against its CRC-32 if it has one; None if there is no such member.
 
     Raises:
@@ -155,10 +155,10 @@ def read_member(window: ReadBytes, members: dict[str, Member], name: str, where:
     member = members.get(name)
     if member is None:
         return None
-    begin = data_begin(window, name, member, where)
+    begin = data_begin(read_zip, name, member, where)
     if member.nbytes > limit:
         raise damaged_error(where, f"member {name[:60]!r} has {member.nbytes} bytes, the limit is {limit}")
-    data = window(begin, member.nbytes)
+    data = read_zip(begin, member.nbytes)
     if member.crc and zlib.crc32(data) != member.crc:
         raise damaged_error(where, f"wrong checksum of member {name[:60]!r}")
     return data
