@@ -67,7 +67,8 @@ class ClassRecord:
     def covers(self, config: Mapping[str, Any]) -> bool:
         """Return True if the record is valid for this ``config.json``.
 
-        It is if the class was recorded with the config's sub-models, and its rule for ties with such lists of layers.
+        It is if the class was recorded with the sub-models of the config, and if the config has what the rule for ties
+        reads (`SharedLayers.covers`).
         """
         if self.architecture is None or (self.shared_layers is not None and not self.shared_layers.covers(config)):
             return False

@@ -94,8 +94,8 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     """Check a checkpoint against its config, and add mismatches, extra tensors and errors to `notes`.
 
     Returns:
-        The `config_check` entry of the report; None for a checkpoint without a config or of an unknown class, or if the
-        check failed with an error that is in `notes`.
+        The `config_check` entry of the report; None without a config or a class in it, or if the check failed with an
+        error that is in `notes`.
 
     Raises:
         ReadError: The storage failed.
@@ -228,12 +228,13 @@ def _missing_layers(lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
 
 
 class _ConversionRun(NamedTuple):
-    """Tensors on disk that one conversion combines.
+    """The tensors on disk that a conversion combines in one of its runs, such as the experts of one layer.
 
     Attributes:
         conversion: Conversion of these tensors.
-        shared_indices: Indices that they share.
-        positions: Positions that are present, for each source pattern.
+        shared_indices: Indices that they share, such as (3,) for those of layer 3.
+        positions: For each source pattern of the conversion, the indices of the experts (or of other modules in a list)
+            whose tensor is present; {0} outside of lists.
         patterns: Target patterns; runs of one conversion with different target patterns may have different shapes.
         extra_layer: Extra layer that the tensors belong to; None if the model has their layer.
     """
@@ -250,7 +251,7 @@ class _ConfigMatcher:
     """Comparison of the names and shapes of one checkpoint with a config.
 
     Attributes:
-        architecture: Class of the model, under disk names.
+        architecture: Class of the model, with its prefix and ties in the names that the checkpoint has.
         config: Contents of `config.json`.
         rules: Rules from disk names to model names.
         expected: Tensors that the config requires.

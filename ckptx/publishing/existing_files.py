@@ -76,7 +76,14 @@ def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, 
 def _digest_combinations(
     step: CopyStep, existing_files: SourceFiles, in_archives: bool, max_memory: int
 ) -> Iterator[list[bytes]]:
-    """Yield the leaf digests of a tensor as it was written, once for each combination of chunks and replicas."""
+    """Yield the leaf digests of a tensor as it was written, once for each combination of chunks and replicas.
+
+    Args:
+        step: Copy step that wrote the tensor.
+        existing_files: Files of the output.
+        in_archives: True if each chunk is in a `torch.save` archive of its own, as in a DCP.
+        max_memory: Limit for the buffers of strided reads, in bytes.
+    """
     reader = TensorReader(existing_files, max_memory)
     entry = step.target
     for chunks in _combine_chunks(entry):

@@ -1,4 +1,4 @@
-"""Assign items of a checkpoint to oracles, by their names and files.
+"""Assign items of a checkpoint to oracles, by their names and files; an oracle is the check of one kind of state.
 
 Trainers use the same words at different places: `optimizer.state.<name>.exp_avg` (torchtitan),
 `app.optim.state.<name>...` (a script with one stateful object for all state), `optimizer.pt` (transformers),
@@ -128,8 +128,8 @@ def oracles_by_words(words: Sequence[str], is_array: bool = False) -> tuple[str,
 
     Args:
         words: Words of the name, from `inner_words`.
-        is_array: True for a tensor of several elements. It cannot be a counter, and only its first word is
-            considered, as a module of a model may be called "sampler" or "generator".
+        is_array: True for a tensor of several elements. It cannot be a counter, and apart from "param_groups" only
+            its first word is considered, as a module of a model may be called "sampler" or "generator".
     """
     lower = [word.lower() for word in words]
     if "param_groups" in lower:

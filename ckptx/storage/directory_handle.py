@@ -389,7 +389,7 @@ class DirectoryHandle:
             os.fsync(self.descriptor)
 
     def fsync_tracked(self) -> None:
-        """Flush the files that this process wrote to disk."""
+        """Flush the files that `create_tracked` created to disk."""
         for name, descriptor in self._tracked.items():
             try:
                 os.fsync(descriptor)
@@ -397,7 +397,7 @@ class DirectoryHandle:
                 raise write_error(self.path / name, error) from error
 
     def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """Return the expected state of files from their sizes, with the inode of those that this process wrote."""
+        """Return the expected state of files from their sizes, with the inode of those from `create_tracked`."""
         return {
             name: ExpectedFile(nbytes, self.device_and_inode(name) if name in self._tracked else None)
             for name, nbytes in sizes.items()

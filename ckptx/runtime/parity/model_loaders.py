@@ -312,7 +312,7 @@ def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> li
     """Compare the stored dtypes of both sides; see `find_dtype_differences`.
 
     A tied name that the reference lacks is compared with the tensor that it is tied to. Names are those of the model,
-    so the class is the one without the names of a trainer.
+    so `disk_architecture` decides which dtypes may differ, and not the architecture with the names of a trainer.
     """
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
         stored_as = first.find_tied_names().items()
