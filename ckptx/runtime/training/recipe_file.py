@@ -9,14 +9,14 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from ckptx.errors import UsageError
+from ckptx.errors import InputError, UsageError
 from ckptx.options.recipes import RECIPES_DIR, list_shipped_recipes
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, RecipeKeys
 from ckptx.runtime.training.recipe_schema import DescribeSubject, decode, describe_value
 from ckptx.runtime.training.sizes import check_sizes, fill_dp_shard
-from ckptx.runtime.training.yaml_text import parse_yaml
 from ckptx.untrusted.printable import one_line
 from ckptx.untrusted.remote_name import refuse_remote
+from ckptx.untrusted.yaml_text import parse_yaml
 
 _ENDINGS = (".yaml", ".yml")
 _MAX_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
         UnsupportedError: The schedule is not supported with this layout, or a path is a URL.
     """
     path = find_recipe(name_or_file)
-    values = parse_yaml(_read_text(path), str(path))
+    values = _parse(_read_text(path), str(path))
     if not isinstance(values, dict):
         raise UsageError(
             f"{path}: expected a mapping with the blocks of a recipe, found {describe_value(values)}; see "
@@ -136,6 +136,13 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path}: byte {error.start} is not valid UTF-8; pass a recipe in YAML") from error
 
 
+def _parse(text: str, subject: str) -> Any:
+    try:
+        return parse_yaml(text, subject)
+    except InputError as error:
+        raise UsageError(str(error)) from error
+
+
 def _apply_override(values: dict[str, Any], option: str, override_by_key: dict[str, str]) -> None:
     """Apply one change, in place, and record it in `override_by_key` by the path of its key.
 
@@ -158,5 +165,5 @@ def _apply_override(values: dict[str, Any], option: str, override_by_key: dict[s
                 f"{option_text}: {parent_path} is {describe_value(child)}, not a mapping; set {parent_path} as a whole"
             )
         block = child
-    block[keys[-1]] = parse_yaml(text, option_text)
+    block[keys[-1]] = _parse(text, option_text)
     override_by_key[".".join(keys)] = option

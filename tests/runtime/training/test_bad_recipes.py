@@ -14,7 +14,7 @@ from ckptx.errors import CkptxError
 from ckptx.options.recipes import list_shipped_recipes
 from ckptx.runtime.training.recipe import Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
-from ckptx.runtime.training.yaml_text import parse_yaml
+from ckptx.untrusted.yaml_text import parse_yaml
 
 # Of every type, at the edges of what is allowed, and beyond.
 VALUES = (None, True, -1, 0, 3, 1 << 40, 0.5, -1e30, "", "x", "4,4", [], [1], ["x"], [[]], {}, {"x": 1}, {"tp": "x"})
