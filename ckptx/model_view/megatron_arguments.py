@@ -8,45 +8,82 @@ only compared for a note, because the tensors are converted correctly in any cas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.architecture.trainer_naming.megatron import head_counts
 from ckptx.errors import InputError, UnsupportedError
 
-# Argument of Megatron -> keys of config.json, the first of which counts; a dot separates nested keys.
-_COMPUTING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "rotary_base": ("rope_theta", "rope_parameters.rope_theta"),
-    "norm_epsilon": ("rms_norm_eps",),
-    "moe_router_topk": ("num_experts_per_tok",),
-}
-# Arguments that change the meaning of values but no shape.
-_OTHER_VALUES: Mapping[str, str] = {
-    "apply_layernorm_1p": "so its norms are stored minus 1",
-    "rotary_interleaved": "so RoPE rotates adjacent rows of a head instead of halves",
-}
+
+class ArgumentNames(NamedTuple):
+    """Names of arguments of a training program, apart from those of heads, which are the same in all.
+
+    Attributes:
+        computing: Argument -> keys of config.json, the first of which counts; a dot separates nested keys. If they
+            differ, the model computes something else with the same tensors.
+        other_values: Arguments that change the meaning of values but no shape -> the reason for an error.
+        tied: Argument that is equal to tie_word_embeddings; None if there is none.
+        untied: Argument that is the opposite of tie_word_embeddings; None if there is none.
+        grouping: Argument without which num_query_groups has no effect; None if there is none.
+    """
+
+    computing: Mapping[str, tuple[str, ...]]
+    other_values: Mapping[str, str]
+    tied: str | None = None
+    untied: str | None = None
+    grouping: str | None = None
 
 
-def check_arguments(arguments: Mapping[str, Any], where: str, config: Mapping[str, Any]) -> list[str]:
+_ZERO_CENTERED = "so its norms are stored minus 1"
+_INTERLEAVED = "so RoPE rotates adjacent rows of a head instead of halves"
+_ROTARY_BASE = ("rope_theta", "rope_parameters.rope_theta")
+
+# Names of `args` in Megatron-LM.
+MEGATRON_LM = ArgumentNames(
+    {"rotary_base": _ROTARY_BASE, "norm_epsilon": ("rms_norm_eps",), "moe_router_topk": ("num_experts_per_tok",)},
+    {"apply_layernorm_1p": _ZERO_CENTERED, "rotary_interleaved": _INTERLEAVED},
+    untied="untie_embeddings_and_output_weights",
+    grouping="group_query_attention",
+)
+# Names of the model providers of Megatron Bridge, see CONFIG_MAPPING in its models/conversion/model_bridge.py.
+MEGATRON_BRIDGE = ArgumentNames(
+    {
+        "num_layers": ("num_hidden_layers",),
+        "hidden_size": ("hidden_size",),
+        "vocab_size": ("vocab_size",),
+        "rotary_base": _ROTARY_BASE,
+        "rotary_percent": ("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
+        "layernorm_epsilon": ("rms_norm_eps",),
+        "moe_router_topk": ("num_experts_per_tok",),
+    },
+    {"layernorm_zero_centered_gamma": _ZERO_CENTERED, "rotary_interleaved": _INTERLEAVED},
+    tied="share_embeddings_and_output_weights",
+)
+
+
+def check_arguments(
+    arguments: Mapping[str, Any], where: str, config: Mapping[str, Any], names: ArgumentNames
+) -> list[str]:
     """Compare the arguments of a training run with a config; return notes on other differences than heads.
 
     Args:
         arguments: Value by name; objects are stand-ins.
         where: The file or object that records them.
         config: Contents of `config.json`.
+        names: Names of the arguments.
 
     Raises:
         InputError: The heads differ, or the config lacks their number.
         UnsupportedError: Weights have another meaning than on the Hub.
     """
-    _refuse_other_values(arguments, where)
-    _refuse_other_heads(arguments, where, config)
-    return list(_differences(arguments, where, config))
+    _refuse_other_values(arguments, where, names)
+    _refuse_other_heads(arguments, where, config, names)
+    return list(_differences(arguments, where, config, names))
 
 
-def _refuse_other_values(values: Mapping[str, Any], where: str) -> None:
+def _refuse_other_values(values: Mapping[str, Any], where: str, names: ArgumentNames) -> None:
     """Refuse options with which the values, or the order of rows, are not those of the models on the Hub."""
     is_latent = values.get("multi_latent_attention") is True
-    for name, meaning in _OTHER_VALUES.items():
+    for name, meaning in names.other_values.items():
         if values.get(name) is True and not (is_latent and name == "rotary_interleaved"):
             raise UnsupportedError(
                 f"{where}: the training run had {name}, {meaning}, which is not converted; convert the checkpoint with "
@@ -54,11 +91,11 @@ def _refuse_other_values(values: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _refuse_other_heads(values: Mapping[str, Any], where: str, config: Mapping[str, Any]) -> None:
+def _refuse_other_heads(values: Mapping[str, Any], where: str, config: Mapping[str, Any], names: ArgumentNames) -> None:
     if values.get("multi_latent_attention") is True or _count(values.get("num_attention_heads")) is None:
         return
     heads, kv_heads, head_dim = head_counts(config)
-    is_grouped = values.get("group_query_attention") is True
+    is_grouped = names.grouping is None or values.get(names.grouping) is True
     recorded: dict[str, tuple[Any, int]] = {
         "num_attention_heads": (values["num_attention_heads"], heads),
         "num_query_groups": (values.get("num_query_groups") if is_grouped else values["num_attention_heads"], kv_heads),
@@ -78,9 +115,11 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _differences(arguments: Mapping[str, Any], where: str, config: Mapping[str, Any]) -> Iterator[str]:
+def _differences(
+    arguments: Mapping[str, Any], where: str, config: Mapping[str, Any], names: ArgumentNames
+) -> Iterator[str]:
     """Yield a note for each argument that differs from the config."""
-    for name, keys in _COMPUTING_ARGUMENTS.items():
+    for name, keys in names.computing.items():
         recorded = arguments.get(name)
         found = next(((key, value) for key in keys if (value := _nested(config, key)) is not None), None)
         if found is not None and _is_number(recorded) and _is_number(found[1]) and recorded != found[1]:
@@ -88,13 +127,14 @@ def _differences(arguments: Mapping[str, Any], where: str, config: Mapping[str, 
                 f"config.json has {found[0]} {found[1]}, but the training run had {name} {recorded} "
                 f"({where}); the output gets that of config.json"
             )
-    untied = arguments.get("untie_embeddings_and_output_weights")
     tied = config.get("tie_word_embeddings")
-    if isinstance(untied, bool) and isinstance(tied, bool) and untied is tied:
-        yield (
-            f"config.json has tie_word_embeddings {str(tied).lower()}, but the training run had "
-            f"untie_embeddings_and_output_weights {untied} ({where})"
-        )
+    for tie, is_opposite in ((names.tied, False), (names.untied, True)):
+        recorded = None if tie is None else arguments.get(tie)
+        if isinstance(recorded, bool) and isinstance(tied, bool) and (recorded is tied) is is_opposite:
+            yield (
+                f"config.json has tie_word_embeddings {str(tied).lower()}, but the training run had "
+                f"{tie} {recorded} ({where})"
+            )
 
 
 def _nested(config: Mapping[str, Any], path: str) -> Any:

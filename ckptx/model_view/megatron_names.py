@@ -16,26 +16,29 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckptx.architecture.trainer_naming import megatron
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
-from ckptx.errors import CkptxError, InputError, ReadError, UnsupportedError
+from ckptx.errors import CkptxError, EnvironmentProblem, InputError, ReadError, UnsupportedError
 from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE, NAMES_NOTE
 from ckptx.formats.dcp.megatron_common import CommonState, read_common_state
+from ckptx.formats.dcp.megatron_run_config import read_run_config
 from ckptx.mapping.name_index import indices_of
 from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.mapping.ops import Conversion
 from ckptx.mapping.rewrite import unmerge
 from ckptx.mapping.rules import TrainerRules
-from ckptx.model_view.megatron_arguments import check_arguments
+from ckptx.model_view.megatron_arguments import MEGATRON_BRIDGE, MEGATRON_LM, check_arguments
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted
+
+T = TypeVar("T")
 
 # State next to the model: optimizers that Megatron numbers (dense and expert parameters), and TransformerEngine's state
 # of fp8 scaling.
@@ -108,10 +111,7 @@ def map_megatron_names(
         )
     class_name = str(class_names[0])
     mapping = _Mapping(catalog, config, class_name, megatron.conversions(class_name, config), files)
-    common, common_notes = (None, []) if files is None else _read_common_state(catalog, files)
-    arguments = None if common is None else common.arguments()
-    if common is not None and arguments is not None:
-        common_notes += check_arguments(arguments, common.where, config)
+    common, run_notes = (None, []) if files is None else _read_training_run(catalog, config, files)
     stored, moments, dropped = _split_names(catalog, prefixes[0])
     if not with_optimizer:
         reason = "optimizer state, in the layout of Megatron's parameters"
@@ -137,7 +137,7 @@ def map_megatron_names(
     left_out = tuple(each["name"] for each in dropped if each["reason"].startswith("optimizer"))
     notes = _notes(catalog, stored, prefixes[0], class_name, config, left_out)
     return MegatronModel(
-        mapped, stored_names, tuple(dropped), left_out, mapping.conversions, (*notes, *state_notes, *common_notes),
+        mapped, stored_names, tuple(dropped), left_out, mapping.conversions, (*notes, *state_notes, *run_notes),
         bool(state.tensors), step_contents,
     )  # fmt: skip
 
@@ -210,14 +210,43 @@ class _Mapping:
         return _RenamedTensors(renamed.tensors, stored_names)
 
 
-def _read_common_state(catalog: Catalog, files: SourceFiles) -> tuple[CommonState | None, list[str]]:
-    """Return the common state, and notes; None if there is none, or it cannot be read."""
+def _read_training_run(
+    catalog: Catalog, config: Mapping[str, Any], files: SourceFiles
+) -> tuple[CommonState | None, list[str]]:
+    """Return the common state, None if there is none or it cannot be read, and notes on what differs from the config.
+
+    Args:
+        catalog: Catalog of the checkpoint.
+        config: Contents of `config.json`.
+        files: Files of the checkpoint.
+
+    Raises:
+        InputError, UnsupportedError: See `check_arguments`.
+        ReadError: The storage failed.
+    """
+    notes: list[str] = []
+    common = _read_or_note(read_common_state, catalog, files, notes)
+    arguments = None if common is None else common.arguments()
+    if common is not None and arguments is not None:
+        notes += check_arguments(arguments, common.where, config, MEGATRON_LM)
+    run_config = _read_or_note(read_run_config, catalog, files, notes)
+    if run_config is not None:
+        notes += run_config.notes
+        notes += check_arguments(run_config.values, run_config.where, config, MEGATRON_BRIDGE)
+    return common, notes
+
+
+def _read_or_note(
+    read: Callable[[Catalog, SourceFiles], T | None], catalog: Catalog, files: SourceFiles, notes: list[str]
+) -> T | None:
+    """Return what a function reads; None, with a note, if it cannot be read."""
     try:
-        return read_common_state(catalog, files), []
+        return read(catalog, files)
     except ReadError:
         raise
-    except (InputError, UnsupportedError) as error:
-        return None, [f"arguments of the training run not compared with config.json: {error}"]
+    except (InputError, UnsupportedError, EnvironmentProblem) as error:
+        notes.append(f"arguments of the training run not compared with config.json: {error}")
+        return None
 
 
 def _rename_moments(

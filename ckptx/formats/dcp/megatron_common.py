@@ -6,7 +6,7 @@
     {"args": argparse.Namespace(...), "optimizer": {"optimizer": {"param_groups": [{"step": 1000, ...}]}}, ...}
 
 Nothing in the pickle is imported or called: objects of other classes, such as enums and functions, become stand-ins.
-Checkpoints of Megatron Bridge have no `args`, but a `run_config.yaml`, which is not read.
+Checkpoints of Megatron Bridge have no `args`, but a `run_config.yaml`, see `megatron_run_config`.
 """
 
 from __future__ import annotations
