@@ -21,6 +21,19 @@ from typing import Any
 from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.correction_types import expand_braces
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
+from ckptx.architecture.trainer_naming.megatron_tables import (
+    COMMON,
+    EXPERTS,
+    FORMS,
+    GATE_UP,
+    GATE_UP_OF_EXPERTS,
+    MTP_FORMS,
+    MTP_LAYER,
+    OLD_MTP_LAYER,
+    QKV,
+    SAME,
+    VOCABULARY_ROWS,
+)
 from ckptx.architecture.trainer_naming.mtp import mtp_layers, shared_tensors
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
@@ -30,139 +43,17 @@ from ckptx.mapping.ops import Conversion, Op
 TRAINER = "megatron"
 LAYERS = "decoder.layers"
 
-# Operations of the tables, see `_ops`.
-_SAME, _VOCABULARY, _QKV, _GATE_UP = "same", "vocabulary", "q, k and v", "gate and up"
-_EXPERTS, _GATE_UP_OF_EXPERTS = "experts", "gate and up of experts"
-
-# (Megatron name, operation, name on the Hub). Some tensors have two names: the layer norm before a linear layer is part
-# of that layer with TransformerEngine, and a module of its own without. The first name is written.
-_OUTER = (
-    ("embedding.word_embeddings.weight", _VOCABULARY, "model.embed_tokens.weight"),
-    ("decoder.final_layernorm.weight", _SAME, "model.norm.weight"),
-    ("output_layer.weight", _VOCABULARY, "lm_head.weight"),
-)
-_LAYER = (
-    ("decoder.layers.*.self_attention.linear_proj.weight", _SAME, "model.layers.*.self_attn.o_proj.weight"),
-    ("decoder.layers.*.mlp.linear_fc1.layer_norm_weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
-    ("decoder.layers.*.pre_mlp_layernorm.weight", _SAME, "model.layers.*.post_attention_layernorm.weight"),
-)
-_COMMON = (
-    *_OUTER,
-    *_LAYER,
-    ("decoder.layers.*.self_attention.linear_qkv.layer_norm_weight", _SAME, "model.layers.*.input_layernorm.weight"),
-    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
-    ("decoder.layers.*.self_attention.linear_qkv.weight", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.weight"),
-)
-# Multi-head latent attention: q and kv each have a projection down, a norm, and a projection up; q may have one alone.
-_LATENT_ATTENTION = (
-    *_OUTER,
-    *_LAYER,
-    ("decoder.layers.*.input_layernorm.weight", _SAME, "model.layers.*.input_layernorm.weight"),
-    ("decoder.layers.*.self_attention.linear_q_proj.weight", _SAME, "model.layers.*.self_attn.q_proj.weight"),
-    ("decoder.layers.*.self_attention.linear_q_down_proj.weight", _SAME, "model.layers.*.self_attn.q_a_proj.weight"),
-    (
-        "decoder.layers.*.self_attention.linear_q_up_proj.layer_norm_weight",
-        _SAME,
-        "model.layers.*.self_attn.q_a_layernorm.weight",
-    ),
-    ("decoder.layers.*.self_attention.q_layernorm.weight", _SAME, "model.layers.*.self_attn.q_a_layernorm.weight"),
-    ("decoder.layers.*.self_attention.linear_q_up_proj.weight", _SAME, "model.layers.*.self_attn.q_b_proj.weight"),
-    (
-        "decoder.layers.*.self_attention.linear_kv_down_proj.weight",
-        _SAME,
-        "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
-    ),
-    (
-        "decoder.layers.*.self_attention.linear_kv_up_proj.layer_norm_weight",
-        _SAME,
-        "model.layers.*.self_attn.kv_a_layernorm.weight",
-    ),
-    ("decoder.layers.*.self_attention.kv_layernorm.weight", _SAME, "model.layers.*.self_attn.kv_a_layernorm.weight"),
-    ("decoder.layers.*.self_attention.linear_kv_up_proj.weight", _SAME, "model.layers.*.self_attn.kv_b_proj.weight"),
-)
-_DENSE_MLP = (
-    ("decoder.layers.*.mlp.linear_fc1.weight", _GATE_UP, "model.layers.*.mlp.{gate,up}_proj.weight"),
-    ("decoder.layers.*.mlp.linear_fc2.weight", _SAME, "model.layers.*.mlp.down_proj.weight"),
-)
-_QKV_BIAS = (("decoder.layers.*.self_attention.linear_qkv.bias", _QKV, "model.layers.*.self_attn.{q,k,v}_proj.bias"),)
-_HEAD_NORMS = (
-    ("decoder.layers.*.self_attention.q_layernorm.weight", _SAME, "model.layers.*.self_attn.q_norm.weight"),
-    ("decoder.layers.*.self_attention.k_layernorm.weight", _SAME, "model.layers.*.self_attn.k_norm.weight"),
-)
-_EXPERT_MLP = (
-    ("decoder.layers.*.mlp.router.weight", _SAME, "model.layers.*.mlp.gate.weight"),
-    (
-        "decoder.layers.*.mlp.experts.experts.linear_fc1.weight",
-        _GATE_UP_OF_EXPERTS,
-        "model.layers.*.mlp.experts.*.{gate,up}_proj.weight",
-    ),
-    (
-        "decoder.layers.*.mlp.experts.experts.linear_fc2.weight",
-        _EXPERTS,
-        "model.layers.*.mlp.experts.*.down_proj.weight",
-    ),
-)
-# Experts for every token, next to those that the router selects, and the bias of each expert for load balancing.
-_SHARED_EXPERTS = (
-    (
-        "decoder.layers.*.mlp.shared_experts.linear_fc1.weight",
-        _GATE_UP,
-        "model.layers.*.mlp.shared_experts.{gate,up}_proj.weight",
-    ),
-    (
-        "decoder.layers.*.mlp.shared_experts.linear_fc2.weight",
-        _SAME,
-        "model.layers.*.mlp.shared_experts.down_proj.weight",
-    ),
-    ("decoder.layers.*.mlp.router.expert_bias", _SAME, "model.layers.*.mlp.gate.e_score_correction_bias"),
-)
-_BLOCK_SPARSE_EXPERTS = (
-    ("decoder.layers.*.mlp.router.weight", _SAME, "model.layers.*.block_sparse_moe.gate.weight"),
-    (
-        "decoder.layers.*.mlp.experts.experts.linear_fc1.weight",
-        _GATE_UP_OF_EXPERTS,
-        "model.layers.*.block_sparse_moe.experts.*.{w1,w3}.weight",
-    ),
-    (
-        "decoder.layers.*.mlp.experts.experts.linear_fc2.weight",
-        _EXPERTS,
-        "model.layers.*.block_sparse_moe.experts.*.w2.weight",
-    ),
-)
-
-# Tables by form, which the corrections of a model type name.
-FORMS = {
-    "plain": (*_COMMON, *_DENSE_MLP),
-    "qkv_bias": (*_COMMON, *_QKV_BIAS, *_DENSE_MLP),
-    "head_norms": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP),
-    "head_norms_and_experts": (*_COMMON, *_HEAD_NORMS, *_DENSE_MLP, *_EXPERT_MLP),  # some layers can be dense
-    "block_sparse_moe": (*_COMMON, *_BLOCK_SPARSE_EXPERTS),
-    "shared_experts": (*_COMMON, *_QKV_BIAS, *_HEAD_NORMS, *_DENSE_MLP, *_EXPERT_MLP, *_SHARED_EXPERTS),
-    "latent_attention_and_experts": (*_LATENT_ATTENTION, *_DENSE_MLP, *_EXPERT_MLP, *_SHARED_EXPERTS),
-}
-
-# A layer for multi-token prediction (MTP) has these tensors, and those of a decoder layer in a module of its own, whose
-# name is another one in megatron-core 0.16 and earlier.
-_MTP = (
-    ("enorm.weight", "enorm.weight"),
-    ("hnorm.weight", "hnorm.weight"),
-    ("eh_proj.weight", "eh_proj.weight"),
-    ("final_layernorm.weight", "shared_head.norm.weight"),
-)
-_MTP_LAYER, _OLD_MTP_LAYER = "mtp_model_layer", "transformer_layer"
-_FORMS_WITH_MTP = frozenset({"shared_experts", "latent_attention_and_experts"})
-
 _OPERATION_BY_NAME = {name: operation for rows in FORMS.values() for name, operation, _ in rows}
 # Names below a layer. With TransformerEngine, the norm before experts is a module of its own; without, Megatron stores
 # it under the name of the norm before a dense MLP.
 ROUTER, EXPERT_NORM, MLP_NORM = "mlp.router.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
 # Names of the tensors whose rows after the vocabulary are padding.
-VOCABULARY = frozenset(name for name, operation, _ in _COMMON if operation == _VOCABULARY)
+VOCABULARY = frozenset(name for name, operation, _ in COMMON if operation == VOCABULARY_ROWS)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:(\d+)\.)?")
-_MTP_LAYER_NAME = re.compile(rf"mtp\.layers\.\d+\.(?:{_MTP_LAYER}|{_OLD_MTP_LAYER})\.")
+_MTP_LAYER_NAME = re.compile(rf"mtp\.layers\.\d+\.(?:{MTP_LAYER}|{OLD_MTP_LAYER})\.")
 
 
 def find_prefixes(names: Collection[str]) -> list[str]:
@@ -211,11 +102,11 @@ def block_shape(name: str, shape: Shape) -> Shape:
     operation = _OPERATION_BY_NAME.get(name if below_layer is None else f"{LAYERS}.*.{below_layer}")
     sizes = list(shape)
     dim = 0
-    for has_dim in (suffix is not None, operation in (_EXPERTS, _GATE_UP_OF_EXPERTS)):
+    for has_dim in (suffix is not None, operation in (EXPERTS, GATE_UP_OF_EXPERTS)):
         if has_dim:
             sizes[dim] = min(1, sizes[dim])
             dim += 1
-    if operation in (_GATE_UP, _GATE_UP_OF_EXPERTS):
+    if operation in (GATE_UP, GATE_UP_OF_EXPERTS):
         sizes[dim] //= 2
     return tuple(sizes)
 
@@ -240,7 +131,8 @@ def mtp_copies(class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError: The config has an invalid number of layers.
     """
-    return shared_tensors(config) if form_of(class_name) in _FORMS_WITH_MTP else {}
+    mtp = MTP_FORMS.get(form_of(class_name) or "")
+    return shared_tensors(config) if mtp is not None and mtp.has_copies else {}
 
 
 def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | None = None) -> tuple[Conversion, ...]:
@@ -263,46 +155,56 @@ def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | N
             f"{class_name}: the tensors have Megatron's names, which are mapped for {known} only; "
             "pass --base none to keep the names"
         )
-    rows = tuple(
+    rows = _conversions_of(FORMS[form], config, padded_rows)
+    # The names of MTP layers come first: on the Hub, these are often layers after the last one.
+    return (*(_mtp_conversions(form, config) if form in MTP_FORMS else ()), *rows)
+
+
+def _conversions_of(
+    table: Iterable[tuple[str, str, str]], config: Mapping[str, Any], padded_rows: int | None = None
+) -> tuple[Conversion, ...]:
+    return tuple(
         Conversion((name,), tuple(expand_braces(disk_name)), _ops(operation, config, padded_rows))
-        for name, operation, disk_name in FORMS[form]
+        for name, operation, disk_name in table
     )
-    # The names of MTP layers come first: on the Hub, these are layers after the last one.
-    return (*(_mtp_conversions(rows, config) if form in _FORMS_WITH_MTP else ()), *rows)
 
 
-def _mtp_conversions(rows: Iterable[Conversion], config: Mapping[str, Any]) -> Iterator[Conversion]:
-    """Yield the conversions of MTP layers: layer k of `mtp.layers` is layer `num_hidden_layers` + k on the Hub.
+def _mtp_conversions(form: str, config: Mapping[str, Any]) -> Iterator[Conversion]:
+    """Yield the conversions of MTP layers, see `MtpForm`.
 
     Raises:
         InputError: See `mtp_layers`.
     """
-    for index, layer in enumerate(mtp_layers(config)):
-        for name, hub in _MTP:
-            yield Conversion((f"mtp.layers.{index}.{name}",), (f"model.layers.{layer}.{hub}",))
-        for module in (_MTP_LAYER, _OLD_MTP_LAYER):
-            for each in rows:
+    mtp = MTP_FORMS[form]
+    decoder = _conversions_of(mtp.decoder or FORMS[form], config)
+    for index, layer in enumerate(mtp_layers(config)[: mtp.max_count]):
+        for name, hub in mtp.modules.items():
+            disk_name = f"{hub}.weight".replace(".L.", f".{layer}.")
+            yield Conversion((f"mtp.layers.{index}.{name}.weight",), (disk_name,))
+        disk_layer = f"{mtp.layer}.".replace(".L.", f".{layer}.").replace(".K.", f".{index}.")
+        for module in (MTP_LAYER, OLD_MTP_LAYER):
+            for each in decoder:
                 if each.sources[0].startswith(f"{LAYERS}.*."):
                     yield Conversion(
                         (each.sources[0].replace(f"{LAYERS}.*", f"mtp.layers.{index}.{module}", 1),),
-                        tuple(target.replace("layers.*", f"layers.{layer}", 1) for target in each.targets),
+                        tuple(target.replace("model.layers.*.", disk_layer, 1) for target in each.targets),
                         each.ops,
                     )
 
 
 def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> tuple[Op, ...]:
     """Return the ops of an operation of the tables."""
-    if operation == _VOCABULARY:
+    if operation == VOCABULARY_ROWS:
         size = read_size(config, "vocab_size")
         return (Op("truncate", args=(size,) if padded_rows is None else (size, padded_rows)),)
-    if operation == _QKV:
+    if operation == QKV:
         heads, kv_heads, head_dim = head_counts(config)
         return (Op("split_groups", args=(kv_heads, heads // kv_heads * head_dim, head_dim, head_dim)),)
     return {
-        _SAME: (),
-        _GATE_UP: (Op("chunk"),),
-        _EXPERTS: (Op("unmerge"),),
-        _GATE_UP_OF_EXPERTS: (Op("chunk", 1), Op("unmerge")),
+        SAME: (),
+        GATE_UP: (Op("chunk"),),
+        EXPERTS: (Op("unmerge"),),
+        GATE_UP_OF_EXPERTS: (Op("chunk", 1), Op("unmerge")),
     }[operation]
 
 
