@@ -2,9 +2,10 @@
 
 usage: python -m tests.judges.megatron_family RANK WORLD STORE TP PP EP STYLE HF CHECKPOINT
 
-The model has the settings that Bridge gives to the families of `FACTORS`. Every parameter and bias of experts that is
-loaded from CHECKPOINT/release is compared with `tests/support/megatron_bridge_families.py`. The model is saved to
-CHECKPOINT.saved, and the logits of Megatron's own forward pass to CHECKPOINT.logits.
+The model has the settings that Bridge gives to the families of `FACTORS`, with layers of megatron-core. MiniMax-M2 and
+EXAONE 4 have modules of Bridge, which are written out here for one rank and without TransformerEngine. Every parameter
+and bias of experts that is loaded from CHECKPOINT/release is compared with `tests/support/megatron_bridge_families.py`.
+The model is saved to CHECKPOINT.saved, and the logits of Megatron's own forward pass to CHECKPOINT.logits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,60 @@ from torch import Tensor
 from tests.judges.megatron_writer import initialize, save_logits
 from tests.support.megatron_bridge_families import megatron_layer
 
-# Model type -> key in config.json of the factor of the weights of experts.
-FACTORS = {"hy_v3": "router_scaling_factor", "exaone_moe": "routed_scaling_factor"}
+# Model type -> key in config.json of the factor of the weights of experts; None for none.
+FACTORS = {
+    "hy_v3": "router_scaling_factor",
+    "exaone_moe": "routed_scaling_factor",
+    "minimax_m2": None,
+    "exaone4": None,
+}
+
+
+class WholeNorm(torch.nn.Module):
+    """RMS norm over all heads of q or k, as `_FullDimRMSNorm` in `minimax_m2_provider.py` of Bridge."""
+
+    def __init__(self, *, hidden_size: int, config: Any, eps: float, heads: int) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(2)
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * rows).reshape(x.shape)
+
+
+def use_whole_norms(spec: Any, config: dict[str, Any]) -> None:
+    """Replace the norms of heads of q and k by those over all heads."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    for layer in spec.layer_specs:
+        submodules = layer.submodules.self_attention.submodules
+        submodules.q_layernorm = ModuleSpec(WholeNorm, {"heads": config["num_attention_heads"]})
+        submodules.k_layernorm = ModuleSpec(WholeNorm, {"heads": config["num_key_value_heads"]})
+
+
+def use_post_norms(spec: Any) -> None:
+    """Move the norms of a layer behind its linear layers, as `exaone4_layer_spec` of Bridge."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    class RowParallelLinearNorm(RowParallelLinear):  # type: ignore[misc]
+        """A linear layer with a norm of its output, as `TERowParallelLinearLayerNorm` of Bridge."""
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = WrappedTorchNorm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return self.post_layernorm(super().forward(x)[0]), None
+
+    for layer in spec.layer_specs:
+        submodules = layer.submodules
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
+        submodules.self_attention.submodules.linear_proj = RowParallelLinearNorm
+        submodules.mlp.submodules.linear_fc2 = RowParallelLinearNorm
 
 
 def build_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -31,49 +84,59 @@ def build_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    layers = config["num_hidden_layers"]
-    megatron_config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=config["hidden_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_query_groups=config["num_key_value_heads"],
-        kv_channels=config["head_dim"],
-        ffn_hidden_size=config["intermediate_size"],
-        normalization="RMSNorm",
-        layernorm_epsilon=config["rms_norm_eps"],
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        qk_layernorm=True,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        num_moe_experts=config["num_experts"],
-        moe_ffn_hidden_size=config["moe_intermediate_size"],
-        moe_shared_expert_intermediate_size=config["moe_intermediate_size"] * config["num_shared_experts"],
-        moe_layer_freq=[0] + [1] * (layers - 1),
-        moe_router_topk=config["num_experts_per_tok"],
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_topk_scaling_factor=config[FACTORS[config["model_type"]]],
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="allgather",
-        moe_grouped_gemm=False,
-    )
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    values: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": config["head_dim"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if kind != "exaone4":
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        values |= {
+            "num_moe_experts": config.get("num_experts") or config["num_local_experts"],
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": width * config.get("num_shared_experts", 0) or None,
+            "moe_layer_freq": 1 if kind == "minimax_m2" else [0] + [1] * (layers - 1),
+            "moe_router_topk": config["num_experts_per_tok"],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": config.get(FACTORS[kind] or ""),
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": False,
+        }
+    megatron_config = TransformerConfig(**values)
+    spec = get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False, normalization="RMSNorm")
+    if kind == "minimax_m2":
+        use_whole_norms(spec, config)
+    if kind == "exaone4":
+        use_post_norms(spec)
     return GPTModel(
         megatron_config,
-        get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False, normalization="RMSNorm"),
+        spec,
         vocab_size=config["vocab_size"],
         max_sequence_length=64,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=config["tie_word_embeddings"],
         position_embedding_type="rope",
         rotary_base=int(config["rope_parameters"]["rope_theta"]),
     ).to(dtype)

@@ -20,7 +20,8 @@ CLASSES = [name for name, (model_type, _) in FAMILIES.items() if model_type in F
 
 def make_config(class_name: str, **settings: Any) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    factor = {FACTORS[FAMILIES[class_name][0]]: 2.5}
+    key = FACTORS[FAMILIES[class_name][0]]
+    factor = {} if key is None else {key: 2.5}
     return config_of(
         class_name, num_nextn_predict_layers=0, rms_norm_eps=1e-6, rope_parameters=rope, **factor, **settings
     )
