@@ -61,11 +61,6 @@ UNSUPPORTED_KINDS = (
         SAVE_WHERE_TRAINED,
     ),
     UnsupportedKind(
-        r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_(0[1-9]|[1-9]\d+)_(model|optim)_states\.pt",
-        "a DeepSpeed checkpoint with tensor parallelism",
-        SAVE_WHERE_TRAINED,
-    ),
-    UnsupportedKind(
         r"latest_universal|global_step\d+_universal",
         "a DeepSpeed universal checkpoint without its *_model_states.pt files",
         "copy them from the machine that wrote it",

@@ -119,9 +119,9 @@ def test_malformed_checkpoints_are_refused(
     assert not (tmp_path / "was-executed").exists()
 
 
-def test_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_without_rules_are_refused(tmp_path: Path) -> None:
     checkpoint = usual(2)
     checkpoint.write_universal(tmp_path)
-    checkpoint.write_model(tmp_path / "mp_rank_01_model_states.pt")
-    with pytest.raises(UnsupportedError, match="a DeepSpeed checkpoint with tensor parallelism"):
+    checkpoint.write_model(tmp_path / "mp_rank_01_model_states.pt")  # as if there were two ranks
+    with pytest.raises(UnsupportedError, match="tensor parallelism of 2 ranks without universal_checkpoint_info"):
         open_checkpoint(tmp_path)

@@ -24,14 +24,6 @@ from tests.support.memory_storage import MemoryPath
 WRITTEN = {
     "torch, use_collectives=False": (["__0.metadata", "__0_0.distcp", "__1.metadata"], "saved without collectives"),
     "torch, _experimental": (["checkpoint_0.pt", "checkpoint_1.pt"], "_experimental"),
-    "DeepSpeed tensor parallelism": (
-        ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"],
-        "a DeepSpeed checkpoint with tensor parallelism",
-    ),
-    "DeepSpeed tensor parallelism, ZeRO-3": (
-        ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"],
-        "a DeepSpeed checkpoint with tensor parallelism",
-    ),
     "DeepSpeed pipeline": (
         ["layer_00-model_00-model_states.pt", "mp_rank_00_model_states.pt"],
         "a DeepSpeed checkpoint of pipeline stages",

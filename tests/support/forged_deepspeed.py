@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Checkpoint:
         model_keys, rank_keys: Other entries of the model states, and of `optimizer_state_dict`.
         step: The step of each rank; a scalar tensor.
         padding: Elements after each parameter, in stages 1 and 2.
+        tp_rank: Tensor parallel rank that writes the files.
     """
 
     groups: list[Values]
@@ -48,22 +49,25 @@ class Checkpoint:
     rank_keys: dict[str, Any] = field(default_factory=dict)
     step: dict[int, float] = field(default_factory=dict)
     padding: int = 0
+    tp_rank: int = 0
 
     def write(self, root: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
-        for rank in range(self.ranks if self.stage == 3 else 1):
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            self.write_model(root / f"{name}_model_states.pt", rank)
+        self.write_models(root)
         for rank in range(self.ranks if self.stage else 0):
-            self.write_optimizer(root / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", rank)
+            self.write_optimizer(root / f"bf16_zero_pp_rank_{rank}_mp_rank_{self.tp_rank:02d}_optim_states.pt", rank)
         return root
+
+    def write_models(self, root: Path) -> None:
+        """Write the model states of all data ranks."""
+        for rank in range(self.ranks if self.stage == 3 else 1):
+            name = f"mp_rank_{self.tp_rank:02d}_model_states.pt"
+            self.write_model(root / (f"zero_pp_rank_{rank}_{name}" if self.stage == 3 else name), rank)
 
     def write_universal(self, root: Path) -> Path:
         """Write the model states and one file per tensor, as `ds_to_universal --inject_missing_state` makes them."""
-        for rank in range(self.ranks if self.stage == 3 else 1):
-            name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            (root / "zero").mkdir(parents=True, exist_ok=True)
-            self.write_model(root / f"{name}_model_states.pt", rank)
+        (root / "zero").mkdir(parents=True, exist_ok=True)
+        self.write_models(root)
         for name, values in self.parameters().items():
             states = {"fp32": values, "exp_avg": values * np.float32(2), "exp_avg_sq": values * values}
             for key, each in states.items():
@@ -107,7 +111,7 @@ class Checkpoint:
             "param_shapes": [_shapes(group) for group in self.groups] if self.stage else None,
             "frozen_param_shapes": _shapes(self.frozen),
             "frozen_param_fragments": fragments,
-            "shared_params": self.shared if rank == 0 else {},
+            "shared_params": self.shared if rank == 0 and self.tp_rank == 0 else {},
             "ds_config": {"zero_optimization": {"stage": self.stage}},
             **self.model_keys,
         }
@@ -160,6 +164,112 @@ class Checkpoint:
         gap = np.full(self.padding, np.nan, np.float32)
         parts = [part for values in group.values() for part in (values.ravel(), gap)]
         return np.concatenate(parts[:-1])
+
+
+@dataclass
+class Rule:
+    """The shards of one parameter; a test changes it.
+
+    Attributes:
+        kind: "replicated", "averaged", "row", "column", "two parts" or "parts".
+        widths: Size along `dim` of each part on each rank; equal sizes if empty.
+        dim: Sharded dim of "parts".
+        spec: Shape of "parts" in the rule.
+        rows: Rows without padding, for a parameter of the vocabulary.
+    """
+
+    kind: str
+    widths: tuple[tuple[int, ...], ...] = ()
+    dim: int = 0
+    spec: tuple[Any, ...] = ()
+    rows: int = 0
+
+    def shards(self, values: np.ndarray[Any, Any], size: int) -> list[np.ndarray[Any, Any]]:
+        """Return the shard of each rank."""
+        if self.kind in ("replicated", "averaged"):
+            return [values] * size
+        dim = {"row": 1, "parts": self.dim}.get(self.kind, 0)
+        parts = {"two parts": 2, "parts": 3}.get(self.kind, 1)
+        widths = self.widths or ((values.shape[dim] // parts // size,) * size,) * parts
+        whole = np.split(values, np.cumsum([sum(part) for part in widths])[:-1], dim)
+        pieces = [np.split(part, np.cumsum(each)[:-1], dim) for part, each in zip(whole, widths, strict=True)]
+        return [np.concatenate([part[rank] for part in pieces], dim) for rank in range(size)]
+
+
+@dataclass
+class TensorParallelCheckpoint:
+    """A checkpoint of several tensor parallel ranks.
+
+    Attributes:
+        whole: The whole tensors, with padding.
+        size: Number of tensor parallel ranks.
+        rules: How the tensors are sharded; buffers have no rule.
+        info: Entries of `universal_checkpoint_info` that replace those of the rules; `...` removes one.
+        by_rank: Fields of `Checkpoint` that one rank has other than the others.
+    """
+
+    whole: Checkpoint
+    size: int
+    rules: dict[str, Rule]
+    info: dict[str, Any] = field(default_factory=dict)
+    by_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def write(self, root: Path) -> Path:
+        for rank in range(self.size):
+            self.shard(rank).write(root)
+        return root
+
+    def write_universal(self, root: Path) -> Path:
+        """Write the model states of all ranks, and one file per whole tensor, without padding."""
+        replace(self.whole, groups=[self.unpadded(group) for group in self.whole.groups]).write_universal(root)
+        for path in root.glob("*_model_states.pt"):
+            path.unlink()
+        for rank in range(self.size):
+            self.shard(rank).write_models(root)
+        return root
+
+    def shard(self, rank: int) -> Checkpoint:
+        """Return the checkpoint that one tensor parallel rank writes."""
+        groups = [self.local(group, rank) for group in self.whole.groups]
+        keys = {"mp_world_size": self.size, "global_steps": 3, "universal_checkpoint_info": self.universal_info()}
+        local = replace(
+            self.whole,
+            groups=groups,
+            frozen=self.local(self.whole.frozen, rank),
+            model_keys={**keys, **self.whole.model_keys},
+            tp_rank=rank,
+        )
+        return replace(local, **self.by_rank.get(rank, {}))
+
+    def local(self, values: Values, rank: int) -> Values:
+        return {name: self.rules[name].shards(each, self.size)[rank] for name, each in values.items()}
+
+    def unpadded(self, values: Values) -> Values:
+        return {name: each[: self.rules[name].rows] if self.rules[name].rows else each for name, each in values.items()}
+
+    def universal_info(self) -> dict[str, Any]:
+        names: dict[str, list[str]] = {}
+        for name, rule in self.rules.items():
+            names.setdefault(rule.kind, []).append(f"^{name}$")
+        parts = {f"^{name}$": rule for name, rule in self.rules.items() if rule.kind == "parts"}
+        rows = {name: rule.rows for name, rule in self.rules.items() if rule.rows}
+        info = {
+            "universal_checkpoint_version": 0.4,
+            "tp_replicated_parameter_patterns": names.get("replicated", []),
+            "parameter_to_average_patterns": names.get("averaged", []),
+            "parameter_with_row_parallelism_patterns": names.get("row", []),
+            "parameter_with_2_sub_params_cat_dim_0": names.get("two parts", []),
+            "parameter_with_sub_params": [
+                {"patterns": [pattern], "shape": list(rule.spec), "partition_dim": rule.dim}
+                for pattern, rule in parts.items()
+            ],
+            "sub_param_shard_widths": {
+                pattern: [list(each) for each in rule.widths] for pattern, rule in parts.items()
+            },
+            "vocabulary_parameter_patterns": list(rows),
+            "original_vocab_size": next(iter(rows.values()), None),
+        }
+        return {key: value for key, value in {**info, **self.info}.items() if value is not ...}
 
 
 def _shapes(values: Values) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from ckptx.errors import InputError
 from ckptx.formats.deepspeed.file_names import (
     LATEST,
     LATEST_UNIVERSAL,
-    MODEL_FILE,
     UNIVERSAL_DIRECTORY,
     is_deepspeed_file,
+    is_model_file,
     is_parameter_file,
 )
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
@@ -33,7 +33,7 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
 
     Raises:
         InputError: `latest` names a directory that does not exist.
-        UnsupportedError: The checkpoint has tensor parallelism, pipeline stages or experts.
+        UnsupportedError: The checkpoint has pipeline stages or experts.
     """
     names = _step_files(source)
     if names:
@@ -56,9 +56,9 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
 
 
 def locate_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
-    """Find the checkpoint of a given file: the weights in `mp_rank_00_model_states.pt` alone, else the directory."""
-    if name == MODEL_FILE:
-        return LocatedCheckpoint(source, "deepspeed", (name,))
+    """Find the checkpoint of a given file: the weights alone for a `mp_rank_00_model_states.pt`, else the directory."""
+    if is_model_file(name):
+        return LocatedCheckpoint(source, "deepspeed", tuple(sorted(filter(is_model_file, source.listing()))))
     return LocatedCheckpoint(source, "deepspeed", _step_files(source)) if is_deepspeed_file(name) else None
 
 

@@ -8,10 +8,12 @@ parameter are compared, bit for bit.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import InputError
 from ckptx.formats.deepspeed.file_names import MODEL_FILE
 from ckptx.storage.interface import SourceFiles
@@ -32,22 +34,17 @@ def check_masters(files: SourceFiles, pairs: Iterable[tuple[TensorEntry, TensorE
         InputError: Two differ.
     """
     for weight, master in pairs:
-        stored = weight.chunks[0]
-        if stored.strides is not None or not {weight.dtype.name, master.dtype.name} <= _ITEM_FORMATS.keys():
+        if not {weight.dtype.name, master.dtype.name} <= _ITEM_FORMATS.keys():
             continue
-        for chunk, position in _samples(master.chunks):
-            count = min(_SAMPLE, chunk.region.numel)
-            begin = chunk.offset + position * master.dtype.itemsize
+        is_whole = weight.chunks[0].region.sizes == weight.shape
+        for stored, chunk, count in (_samples if is_whole else _samples_of_shards)(weight, master):
             rounded = [
                 _rounded(bits, master.dtype, weight.dtype)
-                for bits in _read(files, chunk.file, begin, count, master.dtype)
+                for bits in _read(files, chunk.file, chunk.offset, count, master.dtype)
             ]
-            index = _flat_index(weight.shape, chunk.region.offsets) + position
             values = [
                 _NAN if _is_nan(bits, weight.dtype) else bits
-                for bits in _read(
-                    files, stored.file, stored.offset + index * weight.dtype.itemsize, count, weight.dtype
-                )
+                for bits in _read(files, stored.file, stored.offset, count, weight.dtype)
             ]
             if rounded != values:
                 raise InputError(
@@ -57,14 +54,52 @@ def check_masters(files: SourceFiles, pairs: Iterable[tuple[TensorEntry, TensorE
                 )
 
 
-def _samples(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
-    """Yield three chunks and the index of an element in each: the first, the middle and the last elements of a tensor.
+class _Sample(NamedTuple):
+    """The position of a few contiguous elements."""
+
+    file: str
+    offset: int
+
+
+def _samples(weight: TensorEntry, master: TensorEntry) -> Iterator[tuple[_Sample, _Sample, int]]:
+    """Yield the first, the middle and the last elements of a weight in one chunk, of its master, and their number.
 
     The elements of a chunk of a flat tensor are contiguous in the parameter, too.
     """
+    stored, chunks = weight.chunks[0], master.chunks
+    if stored.strides is not None:
+        return
     for index, fraction in ((0, 0), (len(chunks) // 2, 1), (len(chunks) - 1, 2)):
         chunk = chunks[index]
-        yield chunk, max(chunk.region.numel - _SAMPLE, 0) * fraction // 2
+        position = max(chunk.region.numel - _SAMPLE, 0) * fraction // 2
+        first = _flat_index(weight.shape, chunk.region.offsets) + position
+        yield (
+            _Sample(stored.file, stored.offset + first * weight.dtype.itemsize),
+            _Sample(chunk.file, chunk.offset + position * master.dtype.itemsize),
+            min(_SAMPLE, chunk.region.numel),
+        )
+
+
+def _samples_of_shards(weight: TensorEntry, master: TensorEntry) -> Iterator[tuple[_Sample, _Sample, int]]:
+    """Yield the first and the last elements in a row of each shard of a weight, those of its master, and their number.
+
+    The master is in one chunk, as in a universal checkpoint.
+    """
+    (whole,) = master.chunks
+    for chunk in weight.chunks:
+        offsets, sizes = chunk.region
+        count = min(_SAMPLE, sizes[-1])
+        strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes))) if chunk.strides is None else chunk.strides
+        if strides[-1] != 1:
+            continue
+        for local in ((0,) * len(sizes), (*(size - 1 for size in sizes[:-1]), sizes[-1] - count)):
+            first = _flat_index(weight.shape, tuple(map(int.__add__, offsets, local)))
+            position = sum(index * stride for index, stride in zip(local, strides, strict=True))
+            yield (
+                _Sample(chunk.file, chunk.offset + position * weight.dtype.itemsize),
+                _Sample(whole.file, whole.offset + first * master.dtype.itemsize),
+                count,
+            )
 
 
 def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:

@@ -6,6 +6,11 @@
     frozen_param_fragments    in stage 3, the part of each of them on this rank
     shared_params             name of a tied parameter -> name under which it is stored; filled by rank 0 only
 
+    buffer_names              names in `module` that are no parameters
+    mp_world_size             number of tensor parallel ranks
+    global_steps              number of steps so far
+    universal_checkpoint_info    how tensor parallelism shards each parameter, see `tensor_parallel_rules`
+
 The remaining keys are the optimizer of stage 0, the scheduler, settings, counters, and what the training script passed
 as `client_state`.
 
@@ -60,6 +65,10 @@ class ModelStates(NamedTuple):
         shared: Name of a tied parameter -> name under which it is stored.
         not_converted: Keys of values that are not converted, such as the scheduler.
         has_zenflow: True if the optimizer is ZenFlow's, which keeps moments outside of the flat tensors.
+        buffers: Names in `module` that are no parameters.
+        tp_size: Number of tensor parallel ranks; None if not recorded.
+        global_steps: Number of steps so far; None if not recorded.
+        tensor_parallel_info: The value of `universal_checkpoint_info`, not checked.
     """
 
     file: str
@@ -71,6 +80,10 @@ class ModelStates(NamedTuple):
     shared: dict[str, str]
     not_converted: tuple[str, ...]
     has_zenflow: bool
+    buffers: frozenset[str]
+    tp_size: int | None
+    global_steps: int | None
+    tensor_parallel_info: object
 
 
 def read_model_states(files: SourceFiles, name: str, *, is_stage_3: bool) -> ModelStates:
@@ -114,6 +127,10 @@ def read_model_states(files: SourceFiles, name: str, *, is_stage_3: bool) -> Mod
             )
         ),
         _has_zenflow(tree.get("ds_config")),
+        _read_buffers(tree.get("buffer_names")),
+        _number(tree.get("mp_world_size")),
+        _number(tree.get("global_steps")),
+        tree.get("universal_checkpoint_info"),
     )
 
 
@@ -132,6 +149,14 @@ def read_frozen_fragments(files: SourceFiles, name: str) -> dict[str, FlatPart]:
 
 def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, dict | list | tuple) and not value)
+
+
+def _read_buffers(names: object) -> frozenset[str]:
+    return frozenset(name for name in names if type(name) is str) if isinstance(names, list | tuple) else frozenset()
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int else None
 
 
 def _has_zenflow(config: object) -> bool:

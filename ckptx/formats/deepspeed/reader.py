@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from ckptx.catalog.catalog import Catalog
 from ckptx.formats.deepspeed.file_names import is_parameter_file
 from ckptx.formats.deepspeed.step_reader import StepReader
+from ckptx.formats.deepspeed.tensor_parallel_reader import (
+    TensorParallelReader,
+    TensorParallelUniversalReader,
+    tensor_parallel_ranks,
+)
 from ckptx.formats.deepspeed.universal_reader import UniversalReader
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Source
@@ -18,12 +23,17 @@ def open_deepspeed(source: Source, names: Sequence[str]) -> Catalog:
     Args:
         source: The directory of a step, or its parent.
         names: Files of one step, in one directory, with the files of parameters in its subdirectory `zero/` if it is a
-            universal checkpoint; `mp_rank_00_model_states.pt` alone to read only the weights.
+            universal checkpoint; only the `mp_rank_TT_model_states.pt` to read only the weights.
 
     Raises:
         InputError: A rank has no file, a file is damaged or of another save, or the files contradict each other.
         UnsupportedError: The checkpoint is of a kind that is not converted, see the modules of this package.
     """
-    reader = UniversalReader if any(map(is_parameter_file, names)) else StepReader
+    is_universal = any(map(is_parameter_file, names))
+    reader: type[StepReader | TensorParallelReader]
+    if tensor_parallel_ranks(names).keys() == {0}:
+        reader = UniversalReader if is_universal else StepReader
+    else:
+        reader = TensorParallelUniversalReader if is_universal else TensorParallelReader
     with without_garbage_collection():
         return reader(source, names).read()

@@ -1,4 +1,5 @@
-"""Read the files of DeepSpeed ranks: weights under the names of the module, and the state of each parameter.
+"""Read the files of the data ranks of one tensor parallel rank: weights under the names of the module, and the state
+of each parameter.
 
     stages 0 to 2    the weights in `mp_rank_00_model_states.pt`, in the dtype of training
     stage 3          the fp32 masters of all ranks; frozen parameters from their fragments, buffers from rank 0
@@ -8,7 +9,7 @@
     optimizer.state.PARAMETER.master_param    fp32 masters of stages 1 and 2
 
 Only the zip directory and the pickle of each file are read here, the steps, and samples of the masters of stages 1 and
-2 (`master_check`).
+2 (`master_check`). With tensor parallelism, these are the shards of one rank; `tensor_parallel_reader` joins them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Shape, full_region
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.deepspeed.copied_files import refuse_copies
-from ckptx.formats.deepspeed.file_names import MODEL_FILE, ZeroFile, parse_zero_file, step_directory
+from ckptx.formats.deepspeed.file_names import ZeroFile, model_file_name, parse_zero_file, step_directory
 from ckptx.formats.deepspeed.flat_chunks import FlatPart
 from ckptx.formats.deepspeed.master_check import check_masters
 from ckptx.formats.deepspeed.model_states import ModelStates, read_frozen_fragments, read_model_states
@@ -39,35 +40,40 @@ from ckptx.wording import counted, first_of
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}
 )
-_STEP = "step"
+STEP = "step"
 MASTER = "master_param"
+STATE_KEYS = (*sorted(_MOMENTS), STEP, MASTER)
 _MAX_LISTED = 4
 
 
 class StepReader:
-    """Reader of the files that the ranks save in one step.
+    """Reader of the files that the data ranks of one tensor parallel rank save in one step.
 
     Attributes:
         source: The directory to which names are relative.
         directory: Directory of the files, empty or with a slash at the end.
-        has_module_file: True if there is a `mp_rank_00_model_states.pt`, which stages 0 to 2 save.
+        tp_rank: The tensor parallel rank; 0 without tensor parallelism.
+        model_file: Name of the model states that stages 0 to 2 save, such as `mp_rank_00_model_states.pt`.
+        has_module_file: True if there is this file.
         model_files: The model states of each data rank, which only stage 3 saves, sorted by rank.
         optimizer_files: The optimizer states of each data rank, sorted by rank; empty in stage 0.
         catalog: Receives tensors, files and notes.
         where: Directory of the files, for messages.
     """
 
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
+    def __init__(self, source: Source, names: Sequence[str], tp_rank: int = 0) -> None:
         """Group the file names.
 
         Args:
             source: The directory of a step, or its parent.
-            names: Files of one step, in one directory.
+            names: Files of one tensor parallel rank in one step, in one directory.
+            tp_rank: The tensor parallel rank.
         """
         self.source = source
         self.directory = step_directory(names)
+        self.tp_rank, self.model_file = tp_rank, model_file_name(tp_rank)
         base_names = [name[len(self.directory) :] for name in names]
-        self.has_module_file = MODEL_FILE in base_names
+        self.has_module_file = self.model_file in base_names
         rank_files = [found for name in base_names if (found := parse_zero_file(name)) is not None]
         self.model_files = sorted(file for file in rank_files if file.kind == "model")
         self.optimizer_files = sorted(file for file in rank_files if file.kind == "optim")
@@ -76,14 +82,28 @@ class StepReader:
 
     def read(self) -> Catalog:
         """Return the catalog of the step."""
+        model = self.read_model()
+        if model.tp_size is not None and model.tp_size > 1:
+            raise missing_ranks_error(self.where, model.tp_size, [0])
+        self.add_tensors(model)
+        return self.finish(model)
+
+    def read_model(self) -> ModelStates:
+        """Check which files there are, and return the model states of the first data rank."""
         self._check_files()
         is_stage_3 = not self.has_module_file
-        model = self._read_model(MODEL_FILE if self.has_module_file else self.model_files[0].name, is_stage_3)
+        return self._read_model(self.model_file if self.has_module_file else self.model_files[0].name, is_stage_3)
+
+    def add_tensors(self, model: ModelStates) -> None:
+        """Read the optimizer states, and add all tensors to the catalog."""
         states = [self._read_optimizer(file) for file in self.optimizer_files]
-        if is_stage_3:
-            self._add_stage_3(model, states)
-        else:
+        if self.has_module_file:
             self._add_module(model, states)
+        else:
+            self._add_stage_3(model, states)
+
+    def finish(self, model: ModelStates) -> Catalog:
+        """Add the notes on what is not converted, and return the catalog with its tensors in the order of the files."""
         if model.not_converted:
             listed = ", ".join(model.not_converted[:_MAX_LISTED])
             more = ", ..." if len(model.not_converted) > _MAX_LISTED else ""
@@ -101,11 +121,11 @@ class StepReader:
         """Check that the files are of one save, and that no rank below the highest is missing."""
         if self.has_module_file and self.model_files:
             raise InputError(
-                f"{self.where}: has {MODEL_FILE} of stages 0 to 2 and {self.model_files[0].name} of stage 3; remove "
-                "the files of one save"
+                f"{self.where}: has {self.model_file} of stages 0 to 2 and {self.model_files[0].name} of stage 3; "
+                "remove the files of one save"
             )
         if not self.has_module_file and (not self.model_files or self.model_files[0].rank):
-            expected = "zero_pp_rank_0_mp_rank_00_model_states.pt" if self.model_files else MODEL_FILE
+            expected = f"zero_pp_rank_0_{self.model_file}" if self.model_files else self.model_file
             raise InputError(
                 f"{self.where}: {expected} is missing, which has the names of the parameters; copy it from the machine "
                 "that wrote it"
@@ -198,7 +218,7 @@ class StepReader:
         )
         if has_files:
             self.catalog.notes.append(
-                f"optimizer state not read, because {MODEL_FILE} was passed; pass its directory to read it"
+                f"optimizer state not read, because {self.model_file} was passed; pass its directory to read it"
             )
         elif model.param_shapes:
             self.catalog.notes.append("optimizer state is missing: there are no *_optim_states.pt files")
@@ -272,7 +292,7 @@ class StepReader:
             found = {file.rank for file in self.model_files}
             missing = next((rank for rank in range(ranks) if rank not in found), ranks)
             raise InputError(
-                f"{self.where}: zero_pp_rank_{missing}_mp_rank_00_model_states.pt is "
+                f"{self.where}: zero_pp_rank_{missing}_{self.model_file} is "
                 f"{'missing' if missing < ranks else 'of a rank without optimizer states'}, and the frozen parameters "
                 "are spread over the files of all ranks; copy the files of one save"
             )
@@ -347,12 +367,12 @@ class StepReader:
                 TensorEntry(state_name(name, key), parts[0].dtype, shape, partition.chunks(name, parts))
                 for name, shape in shapes.items()
             )
-        if _STEP in group.scalars:
-            steps = self._state_parts(states, index, _STEP, is_scalar=True)
+        if STEP in group.scalars:
+            steps = self._state_parts(states, index, STEP, is_scalar=True)
             self._check_steps(steps)
             step = steps[0]
             chunk = Chunk(full_region(()), step.file, step.offset, step.dtype.itemsize, None, step.record)
-            self._add(TensorEntry(state_name(name, _STEP), step.dtype, (), (chunk,)) for name in shapes)
+            self._add(TensorEntry(state_name(name, STEP), step.dtype, (), (chunk,)) for name in shapes)
 
     def _state_parts(
         self, states: Sequence[RankState], index: int, key: str, *, is_scalar: bool = False
@@ -399,7 +419,7 @@ class StepReader:
         left = {
             key
             for group in states[0].groups
-            for key in (*group.others, *(group.flat.keys() - _MOMENTS), *(group.scalars.keys() - {_STEP}))
+            for key in (*group.others, *(group.flat.keys() - _MOMENTS), *(group.scalars.keys() - {STEP}))
         }
         listed = "".join(f', "{key[:40]}"' for key in sorted(left)[:_MAX_LISTED])
         self.catalog.notes.append(
@@ -420,6 +440,22 @@ class StepReader:
             f'{self.where}: two tensors have the name "{name}"; the files are damaged or of different saves, copy them '
             "again"
         )
+
+
+def missing_ranks_error(where: str, count: int, found: Sequence[int]) -> InputError:
+    """Return the error for tensor parallel ranks without files.
+
+    Args:
+        where: Directory of the files.
+        count: Number of tensor parallel ranks.
+        found: Tensor parallel ranks that have files.
+    """
+    missing = [f"mp_rank_{rank:02d}" for rank in range(count) if rank not in found]
+    more = ", ..." if len(missing) > _MAX_LISTED else ""
+    return InputError(
+        f"{where}: files of {count - len(missing)} of {count} tensor parallel ranks; copy those with "
+        f"{', '.join(missing[:_MAX_LISTED])}{more} in their names from the machines that wrote them"
+    )
 
 
 def state_name(parameter: str, key: str) -> str:

@@ -39,8 +39,8 @@ class UniversalReader(StepReader):
         files_by_parameter: Parameter -> tensor, such as `exp_avg` -> file name.
     """
 
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
-        super().__init__(source, [name for name in names if parse_parameter_file(name) is None])
+    def __init__(self, source: Source, names: Sequence[str], tp_rank: int = 0) -> None:
+        super().__init__(source, [name for name in names if parse_parameter_file(name) is None], tp_rank)
         self.files_by_parameter: dict[str, dict[str, str]] = {}
         for name in names:
             if (parsed := parse_parameter_file(name)) is not None:

@@ -1,0 +1,124 @@
+"""Join the shards of the tensor parallel ranks to whole tensors, without reading their elements.
+
+A chunk of a shard is a region of the shard. A piece of a `Join` contains a part of it, which lies elsewhere in the
+whole tensor. If each rank has other elements, the chunks of the tensor are created when they are read, as those of its
+shards are.
+If several ranks have the same elements, those of the first one are chunks and the others their replicas, which readers
+compare. The flat tensors of the ranks can split them at different elements, so both are split at the points of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptx.catalog.entry import Chunk, ComputedChunks, TensorEntry
+from ckptx.catalog.region import Region, full_region
+from ckptx.formats.deepspeed.shard_ranges import Join, Piece
+from ckptx.mapping.rewrite import slice_chunk
+
+
+class JoinedChunks(ComputedChunks):
+    """The chunks of a whole tensor, of which each rank has other elements.
+
+    Attributes:
+        shards: The shard of each tensor parallel rank.
+        pieces: The pieces of these shards.
+    """
+
+    __slots__ = ("_count", "pieces", "shards")
+
+    def __init__(self, shards: Sequence[TensorEntry], pieces: Sequence[Piece]) -> None:
+        self.shards, self.pieces = shards, pieces
+        self._count = -1
+
+    def __len__(self) -> int:
+        if self._count < 0:
+            self._count = sum(1 for _ in self)
+        return self._count
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for piece in self.pieces:
+            yield from _chunks_of_piece(self.shards[piece.rank], piece)
+
+    def make_chunk(self, index: int) -> Chunk:
+        if index < 0:
+            return tuple(self)[index]
+        for position, chunk in enumerate(self):
+            if position == index:
+                return chunk
+        raise IndexError(index)
+
+
+def join_shards(name: str, shards: Sequence[TensorEntry], join: Join) -> TensorEntry:
+    """Return a whole tensor.
+
+    Args:
+        name: Name of the whole tensor.
+        shards: The shard of each tensor parallel rank, of the shapes for which the join was made, and of one dtype.
+        join: Positions of the shards.
+    """
+    dtype = shards[0].dtype
+    if 0 in join.shape:
+        first = shards[0].chunks[0]
+        return TensorEntry(name, dtype, join.shape, (first._replace(region=full_region(join.shape), nbytes=0),))
+    if all(len(group) == 1 for group in join.groups):
+        return TensorEntry(name, dtype, join.shape, JoinedChunks(shards, [group[0] for group in join.groups]))
+    chunks: list[Chunk] = []
+    replicas: list[Chunk] = []
+    for group in join.groups:
+        by_rank = [list(_chunks_of_piece(shards[piece.rank], piece)) for piece in group]
+        regions = _common_regions([[chunk.region for chunk in each] for each in by_rank])
+        for position, each in enumerate(by_rank):
+            (replicas if position else chunks).extend(_split(each, regions, shards[group[position].rank]))
+    return TensorEntry(name, dtype, join.shape, tuple(chunks), tuple(replicas))
+
+
+def _chunks_of_piece(shard: TensorEntry, piece: Piece) -> Iterator[Chunk]:
+    """Yield the chunks of a shard that contain elements of a piece, with their regions of the whole tensor."""
+    shift = [whole - local for whole, local in zip(piece.offsets, piece.local.offsets, strict=True)]
+    for chunk in shard.chunks:
+        part = piece.local.intersect(chunk.region)
+        if part is None:
+            continue
+        moved = Region(tuple(map(int.__add__, part.offsets, shift)), part.sizes)
+        yield slice_chunk(chunk, part, shard)._replace(region=moved)
+
+
+def _common_regions(by_rank: Sequence[Sequence[Region]]) -> list[Region]:
+    """Return the regions into which the splits of all ranks divide the same elements.
+
+    The regions of each rank are consecutive ranges of these elements, in row-major order.
+    """
+    common = list(by_rank[0])
+    for regions in by_rank[1:]:
+        if regions != common:
+            common = list(_overlaps(common, regions))
+    return common
+
+
+def _overlaps(a: Sequence[Region], b: Sequence[Region]) -> Iterator[Region]:
+    """Yield the intersections of two sequences of consecutive ranges of the same elements, in order."""
+    i = j = 0
+    a_end, b_end = a[0].numel, b[0].numel
+    while True:
+        part = a[i].intersect(b[j])
+        assert part is not None
+        yield part
+        i, j = i + (a_end <= b_end), j + (b_end <= a_end)
+        if i == len(a):
+            return
+        a_end, b_end = (
+            a_end + a[i].numel if a_end <= b_end else a_end,
+            b_end + b[j].numel if b_end <= a_end else b_end,
+        )
+
+
+def _split(chunks: Sequence[Chunk], regions: Sequence[Region], shard: TensorEntry) -> Iterator[Chunk]:
+    """Yield a chunk for each region; the regions of each chunk are consecutive, and no region is in two chunks."""
+    remaining = iter(regions)
+    for chunk in chunks:
+        numel = chunk.region.numel
+        while numel:
+            region = next(remaining)
+            numel -= region.numel
+            yield slice_chunk(chunk, region, shard)._replace(region=region)
