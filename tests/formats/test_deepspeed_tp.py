@@ -162,6 +162,21 @@ def test_a_tied_name_has_the_rule_of_its_parameter(tmp_path: Path) -> None:
     assert report.exit == 0
 
 
+@pytest.mark.parametrize("empty_rank", [0, 1])
+def test_the_optimizer_does_not_know_shards_without_elements(empty_rank: int, tmp_path: Path) -> None:
+    """With fewer heads than ranks, some ranks have an empty weight and no state of it."""
+    checkpoint = usual()
+    rule = checkpoint.rules["o"] = Rule("row", ((0, 8) if empty_rank == 0 else (8, 0),))
+    first, second = checkpoint.shard(empty_rank).groups
+    empty = rule.shards(first.pop("o"), 2)[empty_rank]
+    frozen = {**checkpoint.local(checkpoint.whole.frozen, empty_rank), "o": empty}
+    checkpoint.by_rank = {empty_rank: {"groups": [first, second], "frozen": frozen}}
+    root = checkpoint.write(tmp_path / "src")
+    assert read_checkpoint(root) == expected(checkpoint)
+    ckptx.convert("to-dcp", root, tmp_path / "dcp", base="none")
+    assert read_checkpoint(tmp_path / "dcp") == expected(checkpoint)
+
+
 # -------------------------------------------------------------------------------------------------------------- rules
 
 
@@ -340,6 +355,9 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank of another step": (on_rank_1(**keys(global_steps=4)), "saved after 4 steps, but .* after 3"),
     "a rank with another step of the optimizer": (on_rank_1(step={0: 5, 1: 5}), "the optimizer step in .* differs"),
     "a rank with other names": (on_rank_1(groups=RENAMED), 'tensor ".*" is missing in the files of tensor parallel'),
+    "weights of another dtype on one rank": (
+        on_rank_1(0, storage="HalfStorage"), r'tensor ".*" is F16 in .*mp_rank_01.*, but BF16 in .*mp_rank_00'
+    ),
     "a replicated tensor that differs": (changed("norm", 0), 'tensor ".*norm.*have different bytes'),
     "a replicated tensor that differs in stage 3": (changed("norm", 0, stage=3), 'tensor ".*norm.*different bytes'),
     "a buffer that differs": (

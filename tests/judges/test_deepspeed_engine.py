@@ -12,24 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.catalog_tensors import read_checkpoint, read_safetensors
 from tests.support.checkpoint_writers import Value
 
 WRITER = Path(__file__).resolve().parents[2] / "tools" / "build_deepspeed_fixtures.py"
+TENSOR_PARALLEL_WRITER = Path(__file__).with_name("deepspeed_tensor_parallel.py")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["stage1", "stage2", "stage2_elastic", "stage3"])
 def test_values_are_those_of_the_engine(case: str, ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run(
-        [*command, WRITER, case, tmp_path],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
+    run_on_ranks(ranks, WRITER, case, tmp_path)
     found = read_checkpoint(tmp_path / case)
     assert_equal(found, case, tmp_path)
     universal = make_universal(tmp_path / case)
@@ -38,6 +33,54 @@ def test_values_are_those_of_the_engine(case: str, ranks: int, tmp_path: Path) -
         assert read_checkpoint(universal) == {
             name: each for name, each in found.items() if not (in_stage_3 and name.endswith(".step"))
         }
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "stage", "ranks"),
+    [
+        ("llama", 2, 0, 2),
+        ("llama", 2, 1, 4),
+        ("llama_uneven", 4, 2, 4),
+        ("llama", 2, 3, 4),
+        ("llama_uneven", 2, 2, 2),
+        ("llama_one_kv_head", 2, 2, 2),
+        ("qwen2_tied", 2, 0, 2),
+        ("qwen2_tied", 2, 2, 4),
+        ("qwen2_tied", 2, 3, 2),
+        ("phi3", 2, 1, 4),
+        ("phi3", 2, 3, 2),
+    ],
+)
+def test_tensor_parallel_values_are_those_of_the_engine(
+    model: str, tp: int, stage: int, ranks: int, tmp_path: Path
+) -> None:
+    """AutoTP shards transformers' models: rows, columns, fused parts, tied names and unequal shards."""
+    case = f"{model}-{stage}"
+    run_on_ranks(ranks, TENSOR_PARALLEL_WRITER, model, tp, stage, tmp_path / case)
+    found = read_checkpoint(tmp_path / case)
+    assert_equal(found, case, tmp_path)
+    universal = make_universal(tmp_path / case) if stage else None
+    if universal is not None:
+        assert read_checkpoint(universal) == {
+            name: each for name, each in found.items() if stage < 3 or not name.endswith(".step")
+        }
+    for path in (tmp_path / case).glob("global_step*/*mp_rank_00_model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        assert states["universal_checkpoint_info"].pop("affine_map")
+        torch.save(states, path)
+    assert_equal(read_checkpoint(tmp_path / case), case, tmp_path)  # by the patterns alone, as in older releases
+
+
+def run_on_ranks(ranks: int, *command: object) -> None:
+    """Run a program on several ranks of this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    subprocess.run(
+        [*launcher, *map(str, command)],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
 
 
 def make_universal(checkpoint: Path) -> Path | None:
@@ -53,7 +96,7 @@ def make_universal(checkpoint: Path) -> Path | None:
         text=True,
         timeout=600,
     )
-    if checkpoint.name == "stage2_elastic":
+    if checkpoint.name in ("stage2_elastic", "llama_one_kv_head-2"):  # the second one has a shard without elements
         assert done.returncode
         return None
     assert not done.returncode, done.stderr
@@ -65,4 +108,5 @@ def assert_equal(found: dict[str, Value], case: str, tmp_path: Path) -> None:
     steps = {name for name in found if name.endswith(".step")}
     expected = read_safetensors(tmp_path, f"{case}.safetensors")
     assert {name: each for name, each in found.items() if name not in steps} == expected
-    assert {np.frombuffer(found[name][2], np.float32).item() for name in steps} == {3}
+    has_state = any(name.startswith("optimizer.") for name in expected)
+    assert {np.frombuffer(found[name][2], np.float32).item() for name in steps} == ({3} if has_state else set())

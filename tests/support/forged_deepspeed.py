@@ -37,6 +37,7 @@ class Checkpoint:
         step: The step of each rank; a scalar tensor.
         padding: Elements after each parameter, in stages 1 and 2.
         tp_rank: Tensor parallel rank that writes the files.
+        storage: Storage class of the trained weights below stage 3; other classes get the bits of bf16.
     """
 
     groups: list[Values]
@@ -50,6 +51,7 @@ class Checkpoint:
     step: dict[int, float] = field(default_factory=dict)
     padding: int = 0
     tp_rank: int = 0
+    storage: str = "BFloat16Storage"
 
     def write(self, root: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ class Checkpoint:
             if self.stage == 3:
                 module[name] = archive.stored("BFloat16Storage", (0,), b"")
             else:
-                module[name] = archive.stored("BFloat16Storage", values.shape, bf16(values))
+                module[name] = archive.stored(self.storage, values.shape, bf16(values))
         for name, values in self.buffers.items():
             module[name] = archive.stored("BFloat16Storage", values.shape, bf16(values))
         for name, stored in self.shared.items():

@@ -65,8 +65,9 @@ class TensorParallelReader:
         first = self.readers[0]
         catalog = first.catalog
         by_rank = [reader.catalog.tensors for reader in self.readers]
+        owners = _state_owners(models)
+        _add_empty_shards(by_rank, owners)
         joiner.check_names(by_rank)
-        owners = _state_owners(models[0])
         with first.source.open(joiner.identities) as files:
             catalog.tensors = dict(joiner.join_all(by_rank, owners, files))
         catalog.identities = joiner.identities
@@ -323,10 +324,26 @@ def _shape_of(model: ModelStates, index: int, name: str, where: str) -> tuple[in
     return shape
 
 
-def _state_owners(model: ModelStates) -> dict[str, tuple[str, str]]:
+def _state_owners(models: Sequence[ModelStates]) -> dict[str, tuple[str, str]]:
     """Return the parameter and the key of each name that optimizer state can have."""
-    names = {name for group in model.param_shapes for name in group}
+    names = {name for model in models for group in model.param_shapes for name in group}
     return {state_name(name, key): (name, key) for name in names for key in STATE_KEYS}
+
+
+def _add_empty_shards(by_rank: Sequence[dict[str, TensorEntry]], owners: Mapping[str, tuple[str, str]]) -> None:
+    """Add the optimizer state of shards without elements, which is in no file.
+
+    With fewer heads than ranks, the shards of some ranks are empty. Their weights are in the state dict, but the
+    optimizer does not know them.
+    """
+    known = {name: entry for tensors in by_rank for name, entry in tensors.items() if name in owners}
+    for tensors in by_rank:
+        for name, entry in known.items():
+            parameter, key = owners[name]
+            weight = tensors.get(parameter)
+            if name in tensors or weight is None or weight.numel:
+                continue
+            tensors[name] = entry if key == STEP else weight._replace(name=name, dtype=entry.dtype)
 
 
 def _have_equal_bytes(files: SourceFiles, a: Chunk, b: Chunk) -> bool:
