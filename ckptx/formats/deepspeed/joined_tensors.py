@@ -17,52 +17,70 @@ from ckptx.formats.deepspeed.shard_ranges import Join, Piece
 from ckptx.mapping.rewrite import slice_chunk
 
 
+class RecentChunks:
+    """The chunks of the tensors that were read last; those of all tensors would take too much memory."""
+
+    _MAX_TENSORS = 16
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, tuple[JoinedChunks, tuple[Chunk, ...]]] = {}
+
+    def of(self, owner: JoinedChunks) -> tuple[Chunk, ...]:
+        """Return the chunks of a tensor, which are created if it is not among the last ones."""
+        known = self._chunks.get(id(owner))
+        if known is not None:
+            return known[1]
+        chunks = tuple(owner.create())
+        self._chunks[id(owner)] = owner, chunks  # the owner is stored because the id could be reused
+        for oldest in list(self._chunks)[: -self._MAX_TENSORS]:
+            self._chunks.pop(oldest, None)
+        return chunks
+
+
 class JoinedChunks(ComputedChunks):
     """The chunks of a whole tensor, of which each rank has other elements.
 
     Attributes:
         shards: The shard of each tensor parallel rank.
         pieces: The pieces of these shards.
+        recent: Chunks of this tensor and of others.
     """
 
-    __slots__ = ("_count", "pieces", "shards")
+    __slots__ = ("pieces", "recent", "shards")
 
-    def __init__(self, shards: Sequence[TensorEntry], pieces: Sequence[Piece]) -> None:
-        self.shards, self.pieces = shards, pieces
-        self._count = -1
+    def __init__(self, shards: Sequence[TensorEntry], pieces: Sequence[Piece], recent: RecentChunks) -> None:
+        self.shards, self.pieces, self.recent = shards, pieces, recent
 
-    def __len__(self) -> int:
-        if self._count < 0:
-            self._count = sum(1 for _ in self)
-        return self._count
-
-    def __iter__(self) -> Iterator[Chunk]:
+    def create(self) -> Iterator[Chunk]:
+        """Yield newly created chunks."""
         for piece in self.pieces:
             yield from _chunks_of_piece(self.shards[piece.rank], piece)
 
+    def __len__(self) -> int:
+        return len(self.recent.of(self))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.recent.of(self))
+
     def make_chunk(self, index: int) -> Chunk:
-        if index < 0:
-            return tuple(self)[index]
-        for position, chunk in enumerate(self):
-            if position == index:
-                return chunk
-        raise IndexError(index)
+        return next(self.create()) if index == 0 else self.recent.of(self)[index]
 
 
-def join_shards(name: str, shards: Sequence[TensorEntry], join: Join) -> TensorEntry:
+def join_shards(name: str, shards: Sequence[TensorEntry], join: Join, recent: RecentChunks) -> TensorEntry:
     """Return a whole tensor.
 
     Args:
         name: Name of the whole tensor.
         shards: The shard of each tensor parallel rank, of the shapes for which the join was made, and of one dtype.
         join: Positions of the shards.
+        recent: Keeps the chunks of the tensors of one checkpoint that were read last.
     """
     dtype = shards[0].dtype
     if 0 in join.shape:
         first = shards[0].chunks[0]
         return TensorEntry(name, dtype, join.shape, (first._replace(region=full_region(join.shape), nbytes=0),))
     if all(len(group) == 1 for group in join.groups):
-        return TensorEntry(name, dtype, join.shape, JoinedChunks(shards, [group[0] for group in join.groups]))
+        return TensorEntry(name, dtype, join.shape, JoinedChunks(shards, [each[0] for each in join.groups], recent))
     chunks: list[Chunk] = []
     replicas: list[Chunk] = []
     for group in join.groups:

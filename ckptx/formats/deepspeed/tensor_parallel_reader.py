@@ -14,7 +14,7 @@ from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.chunk_assembly import replicas_with_chunks
 from ckptx.formats.deepspeed.file_names import parse_parameter_file, tensor_parallel_rank
-from ckptx.formats.deepspeed.joined_tensors import join_shards
+from ckptx.formats.deepspeed.joined_tensors import RecentChunks, join_shards
 from ckptx.formats.deepspeed.model_states import ModelStates
 from ckptx.formats.deepspeed.shard_ranges import Join
 from ckptx.formats.deepspeed.step_reader import STATE_KEYS, STEP, StepReader, missing_ranks_error, state_name
@@ -142,6 +142,7 @@ class _Joiner:
         self._joins: dict[str, tuple[list[tuple[int, ...]], Join]] = {}
         self._padded: dict[str, int] = {}
         self._rule_names = self._names_of_tied(models[0])
+        self._recent = RecentChunks()
         self._equal_steps: set[tuple[Chunk, ...]] = set()
 
     @property
@@ -198,7 +199,7 @@ class _Joiner:
                         "those of one"
                     )
             join = self.join_of(parameter, [shard.shape for shard in shards])
-            entry = join_shards(name, shards, join)
+            entry = join_shards(name, shards, join, self._recent)
             if join.is_averaged:
                 self._check_averaged(files, entry)
             yield name, entry
