@@ -205,7 +205,7 @@ class TensorParallelCheckpoint:
     Attributes:
         whole: The whole tensors, with padding.
         size: Number of tensor parallel ranks.
-        rules: How the tensors are sharded; buffers have no rule.
+        rules: Rule of each tensor; buffers have none.
         info: Entries of `universal_checkpoint_info` that replace those of the rules; `...` removes one.
         by_rank: Fields of `Checkpoint` that one rank has other than the others.
     """
