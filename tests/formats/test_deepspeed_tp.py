@@ -133,6 +133,18 @@ def test_universal_checkpoints_have_whole_tensors(size: int, stage: int, tmp_pat
     assert read_checkpoint(tmp_path / "dcp") == values
 
 
+@pytest.mark.parametrize("index", [(0, 0), (0, 4), (2, 3), (2, 7)])
+def test_universal_masters_are_compared_with_each_shard(index: tuple[int, int], tmp_path: Path) -> None:
+    """Samples are the first and the last elements of the shard of each rank."""
+    checkpoint = usual()
+    root = checkpoint.write_universal(tmp_path)
+    values = checkpoint.whole.groups[0]["o"].copy()
+    values[index] += 1
+    checkpoint.whole.write_parameter(root / "zero/o/fp32.pt", values)
+    with pytest.raises(InputError, match='master of "o" does not round to the weight in'):
+        open_checkpoint(root)
+
+
 def test_the_weights_of_all_ranks_are_read_alone(tmp_path: Path) -> None:
     checkpoint = usual(2, 4)
     root = checkpoint.write(tmp_path)
