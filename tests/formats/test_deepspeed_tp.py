@@ -386,6 +386,10 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a sharded scalar": (informs(tp_replicated_parameter_patterns=["^norm$"]), "have no dim 0, along which"),
     "two parts of odd size": (changed("gate_up", 0, 7, 3), "have no even dim 0, as required for two parts"),
     "parts of other sizes": (changed("qkv", 0, 9, 3), "do not have parts of"),
+    "more parts than elements": (
+        lambda root: parts(numbers((24, 5))["w0"], 2, [1 << 40, -1], 0, universal_checkpoint_version=0.2).write(root),
+        "do not have 1099511627776 equal parts along dim 0",
+    ),
     "parts without widths": (informs(sub_param_shard_widths={}), "sub_param_shard_widths lacks"),
     "widths of other ranks": (
         informs(sub_param_shard_widths={"^qkv$": [[8], [5], [5]]}), 'parts of "qkv" are not those of 2 ranks'

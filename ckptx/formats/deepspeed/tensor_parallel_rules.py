@@ -48,7 +48,7 @@ _UNDESCRIBED, _AFFINE = "autotp_unsupported_parameter_patterns", "affine_map"
 _PATTERN_LISTS = (_REPLICATED, _AVERAGED, _TWO_PARTS, _ROW, _VOCABULARY)
 _AFFINE_VERSION = 1
 _VERSION_OF_WIDTHS = 0.4
-_MAX_LISTED = 4
+_MAX_LISTED, _MAX_PARTS = 4, 1 << 12
 
 
 class _Parts(NamedTuple):
@@ -164,8 +164,9 @@ class TensorParallelRules:
             halves = [shape[0] // 2 for shape in shapes]
             return _concatenate(shapes, MergedDim(0), (halves, halves))
         patterns = self._parts_patterns.matching(name)
-        if patterns:  # the first one counts
-            return self._join_parts(name, shapes, self._parts[patterns[0]], patterns[0])
+        if patterns:
+            first = next(pattern for pattern in self._parts if pattern in patterns)
+            return self._join_parts(name, shapes, self._parts[first], first)
         dim = 0 if self._only(self._lists[_ROW], name, _ROW) is None else 1
         if any(len(shape) <= dim for shape in shapes):
             raise ShardFault(f"have no dim {dim}, along which the rules join them")
@@ -203,7 +204,7 @@ class TensorParallelRules:
         if type(count) is not int or count < 1 or any(len(shape) != len(parts.shape) for shape in shapes):
             raise ShardFault(f"do not have the dims of {list(parts.shape)}")
         total = sum(shape[parts.dim] for shape in shapes)
-        if total % (count * self.ranks):
+        if total % (count * self.ranks) or count > _MAX_PARTS:
             raise ShardFault(f"do not have {count} equal parts along dim {parts.dim}")
         return [[total // count // self.ranks] * self.ranks for _ in range(min(count, total))]
 
