@@ -42,7 +42,7 @@ from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.digest import LEAF_NBYTES
 from ckptx.transfer.digest_sink import digest_tensor, stream_cast
 from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTensor
-from ckptx.transfer.stream import TensorReader, strided_row_nbytes
+from ckptx.transfer.stream import CheckedRecords, TensorReader, strided_row_nbytes
 from ckptx.wording import counted, first_of
 
 _BUFFER = 1 << 20
@@ -356,9 +356,13 @@ class _Comparison:
             workers = max(1, min(workers, self.max_memory // (2 * largest_row)))
         compared_nbytes = [0] * workers
         lock = threading.Lock()
+        checked_records = [CheckedRecords() for _ in self.files]
 
         def work(worker: int) -> None:
-            readers = [TensorReader(files, self.max_memory // (2 * workers)) for files in self.files]
+            readers = [
+                TensorReader(files, self.max_memory // (2 * workers), checked)
+                for files, checked in zip(self.files, checked_records, strict=True)
+            ]
             try:
                 while queue and not self._errors:
                     try:

@@ -13,11 +13,10 @@ from itertools import chain
 from types import TracebackType
 from typing import Protocol
 
-from ckptx.catalog.entry import Record
 from ckptx.errors import InputError
 from ckptx.storage.interface import FileIdentity, Location, Source, SourceFiles
 from ckptx.storage.listing import EntryKind, Listing
-from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.stream import CheckedRecords, TensorReader
 
 _READER_NBYTES = 16 << 20
 
@@ -116,7 +115,7 @@ class ComputedFiles:
         self._files, self._computed_files = files, computed_files
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._checked_records: set[tuple[str, Record]] = set()
+        self._checked_records = CheckedRecords()
         self.computed_bytes = self.stored_bytes = 0
 
     def reset_counts(self) -> None:

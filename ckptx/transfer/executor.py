@@ -24,7 +24,7 @@ from ckptx.transfer.overflow_counts import OverflowCountsByTensor
 from ckptx.transfer.plan import CopyPlan, StepRange
 from ckptx.transfer.split_tensor import SplitTensor
 from ckptx.transfer.step_range_copier import BUFFER_NBYTES, Buffers, Cancelled, CopyContext, StepRangeCopier
-from ckptx.transfer.stream import TensorReader, strided_row_nbytes
+from ckptx.transfer.stream import CheckedRecords, TensorReader, strided_row_nbytes
 
 _logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class CopyExecution:
         self.file_digests = {index: FileDigests() for index in self.files}
         self.target_files: dict[int, OutputFile] = {}
         self.errors: list[BaseException] = []
+        self._checked_records = CheckedRecords()
         self.stop_event = threading.Event()
         self.bytes_written = [0] * self.workers
         self._lock = threading.Lock()
@@ -197,7 +198,7 @@ class CopyExecution:
         return self.result
 
     def _work(self, worker: int) -> None:
-        reader = TensorReader(self.source, self.memory_per_worker)
+        reader = TensorReader(self.source, self.memory_per_worker, self._checked_records)
         buffers = Buffers()
         try:
             while not self.stop_event.is_set():

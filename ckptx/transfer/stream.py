@@ -6,6 +6,7 @@ The recorded CRC-32 of the source is checked on the way; stock torch never check
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import chain, product
 from math import prod
@@ -111,6 +112,21 @@ def strided_row_nbytes(entry: TensorEntry) -> int:
     return min_nbytes
 
 
+class CheckedRecords:
+    """Records of a checkpoint that were checked against their CRC-32, for the readers of several threads."""
+
+    def __init__(self) -> None:
+        self._records: set[tuple[str, Record]] = set()
+        self._lock = threading.Lock()
+
+    def claim(self, file: str, record: Record) -> bool:
+        """Return True to the first caller for a record, which has to check it, and False to all others."""
+        with self._lock:
+            is_first = (file, record) not in self._records
+            self._records.add((file, record))
+        return is_first
+
+
 class TensorReader:
     """Reader of the tensors of one checkpoint; each thread has its own.
 
@@ -124,21 +140,21 @@ class TensorReader:
         self,
         files: SourceFiles,
         max_memory: int = 64 << 20,
-        checked_records: set[tuple[str, Record]] | None = None,
+        checked_records: CheckedRecords | None = None,
     ) -> None:
         """Store the files without reading them.
 
         Args:
             files: Files of the checkpoint; they must stay open.
             max_memory: Limit for the buffers of strided reads, in bytes.
-            checked_records: File and record of each record that was already checked; readers that share this set check
-                a record that they read in parts only once. None for a set of its own.
+            checked_records: Records that were already checked. Readers that share this object check a record that they
+                read in parts only once. None for an object of its own.
         """
         self.files = files
         self.bytes_read = 0
         self.records_without_crc = 0
         self._max_memory = max_memory
-        self._checked_records = set[tuple[str, Record]]() if checked_records is None else checked_records
+        self._checked_records = CheckedRecords() if checked_records is None else checked_records
         self._tile: memoryview | None = None
         self._strip: memoryview | None = None
         self._grids: dict[tuple[DType, bytes], Grid | None] = {}
@@ -333,15 +349,13 @@ class TensorReader:
         return running_crcs
 
     def _count_without_crc(self, file: str, record: Record) -> None:
-        if (file, record) not in self._checked_records:
-            self._checked_records.add((file, record))
+        if self._checked_records.claim(file, record):
             self.records_without_crc += 1
 
     def _check_record(self, name: str, chunk: Chunk, record: Record) -> None:
         """Read a whole record and compare its CRC-32, unless it was checked before."""
-        if (chunk.file, record) in self._checked_records:
+        if not self._checked_records.claim(chunk.file, record):
             return
-        self._checked_records.add((chunk.file, record))
         crc = 0
         buffer = self._tile_buffer(TILE_NBYTES)
         for offset in range(0, record.nbytes, TILE_NBYTES):
