@@ -33,8 +33,9 @@ class ConversionReport(Report):
         megatron: For `convert to-megatron`: `layers` (`stacked`: one tensor for all layers; `separate`: one for each),
             `vocabulary_rows` (rows of the embedding), `padded_rows` (with the rows of zeros that pad them), and
             `is_head_separate` (true if the output head is stored, so that Megatron has to load it untied).
-        prefix: Prefix of the model's names in the source.
-        output_prefix: Prefix of the model's names in the output: that of the source, or one that was added.
+        prefix: Prefix of the model's names in the source; empty if they have none.
+        output_prefix: Prefix of the model's names in the output: that of the source, or one that was added; null if
+            names have another scheme there.
         unknown_tensors: Names of all model tensors that the class does not define, allowed or not, except parts of
             quantized weights.
         dequantized: With `--dequantize`, `schemes` (for each: `scheme`, `tensors`, `parameters`, and `bytes` on disk)
@@ -59,7 +60,8 @@ class ConversionReport(Report):
             (number of names), `rule` (origin of the decision; `default` if no TP rule matches), `reason`, `dim` that TP
             shards (null: none), `groups` (sizes of the parts that are fused along it; null: one), and whether the
             shards are `aligned` (null: not known).
-        unaligned_tensors: Names of tensors whose shards do not align with heads or groups of every fused part.
+        unaligned_tensors: Names of tensors whose shards do not hold whole heads, or whole key/value groups, of every
+            fused part.
         replicated: Tensors of the model that TP does not shard: `tensors` (number of names), `bytes`, and `share` of
             the bytes of the model (0 to 1), in both of which each tensor counts once; only with TP.
         other_tensors: Names of the model tensors of a sharded output that TP does not shard because the class does not
