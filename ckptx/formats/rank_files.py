@@ -3,7 +3,7 @@
 Half a model would convert without an error, so a part is never opened as a checkpoint. Names determine which files or
 directories may be parts (`rank_names`), tensor names and shapes in their headers whether they are:
 
-* a word for a rank before numbers that count from 0: parts;
+* a word for a rank before numbers that count from 0, or "shard" before numbers that count from 1: parts;
 * a number without such a word, counting from 0, and tensors in common: parts;
 * no tensor in common, but layers of one model: parts, or files of one checkpoint without its index;
 * tensors in common, and every size in config.json is present: each is a whole model, regardless of its name.
@@ -51,7 +51,7 @@ def complete_files(source: Source, names: Sequence[str], read_shapes: ShapeReade
     Raises:
         UnsupportedError: All of them are parts of checkpoints.
     """
-    groups = _part_groups(source, names, read_shapes, directories=False)
+    groups = _part_groups(source, names, read_shapes, are_directories=False)
     parts = {name for group in groups for name in group.names}
     complete = [name for name in names if name not in parts]
     if not complete:
@@ -79,7 +79,7 @@ def complete_directories(source: Source, names: Sequence[str], read_shapes: Shap
     for (parent_path, inner_path), sibling_names in siblings.items():
         directory = source.with_location(source.location / parent_path) if parent_path else source
         for group in _part_groups(
-            directory, sorted(sibling_names), _subdirectory_reader(inner_path, read_shapes), directories=True
+            directory, sorted(sibling_names), _subdirectory_reader(inner_path, read_shapes), are_directories=True
         ):
             refused.update(
                 (_join_path(parent_path, name, inner_path), (directory.location, group)) for name in group.names
@@ -107,7 +107,7 @@ def refuse_parts_in_tree(source: Source, depth: int, read_shapes: ShapeReader) -
     except InputError:
         return  # not a directory, not accessible, or with too many names
     names = [name for name in listing if name.endswith(WEIGHT_SUFFIXES)]
-    groups = _part_groups(source, names, read_shapes, directories=False)
+    groups = _part_groups(source, names, read_shapes, are_directories=False)
     if groups:
         raise _parts_error(source.location, groups[0])
     for name in listing.directories() if depth else ():
@@ -138,7 +138,7 @@ def refuse_part_file(
             [each for each in directory.listing() if each.endswith(WEIGHT_SUFFIXES)],
             _with_known_shapes(file, shapes, read_shapes),
             metadata,
-            directories=False,
+            are_directories=False,
             subject=source.location / name,
         )
 
@@ -176,7 +176,7 @@ def _refuse_part_at(
                 parent.listing().directories(),
                 _with_known_shapes(directory, shapes, _subdirectory_reader(inner_path, read_shapes)),
                 {**metadata, **config},
-                directories=True,
+                are_directories=True,
                 subject=source.location,
             )
         directory, inner_path, level = directory.parent, _join_path(directory.name, inner_path), level + 1
@@ -199,12 +199,12 @@ def _refuse_part(
     read_shapes: ShapeReader,
     metadata: Mapping[str, Any],
     *,
-    directories: bool,
+    are_directories: bool,
     subject: Location,
 ) -> None:
-    group = group_of(name, names, directories=directories)
+    group = group_of(name, names, directories=are_directories)
     if group is not None and group.kind != "n_of_m":
-        if _are_parts(directory, group, name, read_shapes, directories):
+        if _are_parts(directory, group, name, read_shapes, are_directories):
             others = [each for each in group.names if each != name]
             raise UnsupportedError(
                 f"{subject}: is one rank's part of a checkpoint, together with {_list_names(others)}, and nothing "
@@ -238,17 +238,17 @@ def _parts_error(where: Location, group: NameGroup) -> UnsupportedError:
 
 
 def _part_groups(
-    directory: Source, names: Sequence[str], read_shapes: ShapeReader, *, directories: bool
+    directory: Source, names: Sequence[str], read_shapes: ShapeReader, *, are_directories: bool
 ) -> list[NameGroup]:
     """Return the groups among the names in one directory whose members are parts of one checkpoint."""
     groups: list[NameGroup] = []
     seen: set[str] = set()
     for name in names:
-        group = None if name in seen else group_of(name, names, directories=directories)
+        group = None if name in seen else group_of(name, names, directories=are_directories)
         if group is None:
             continue
         seen.update(group.names)
-        if _are_parts(directory, group, name, read_shapes, directories):
+        if _are_parts(directory, group, name, read_shapes, are_directories):
             groups.append(group)
     return groups
 
@@ -266,16 +266,16 @@ def read_config(*directories: Source) -> dict[str, Any] | None:
     return None
 
 
-def _are_parts(directory: Source, group: NameGroup, name: str, read_shapes: ShapeReader, directories: bool) -> bool:
+def _are_parts(directory: Source, group: NameGroup, name: str, read_shapes: ShapeReader, are_directories: bool) -> bool:
     """Decide whether the members of a group are parts of one checkpoint; `name` is one of them."""
     if group.kind == "n_of_m":
         return True
     root = directory.location
-    config = read_config(directory.with_location(root / name), directory) if directories else read_config(directory)
+    config = read_config(directory.with_location(root / name), directory) if are_directories else read_config(directory)
     if group.kind == "rank":
         is_first_valid = group.first == 0 or (group.first == 1 and "shard" in name.lower())
         if not is_first_valid or (
-            directories and sum(_has_weights(directory.with_location(root / each)) for each in group.names) < 2
+            are_directories and sum(_has_weights(directory.with_location(root / each)) for each in group.names) < 2
         ):
             return False
         if config is None or not _is_whole_model(read_shapes(root / name), config):

@@ -28,7 +28,8 @@ class RankTensors:
     def __init__(self) -> None:
         self._regions = RegionCache()
         self._chunks: dict[str, list[Chunk]] = {}
-        # Shape in the first file that was added, and its name, and dtype in the first one with elements; None so far.
+        # Tensor -> dtype in the first file with elements of it (None: in none so far), and the shape in the first file
+        # that was added, with the name of this file.
         self._seen: dict[str, tuple[DType | None, Shape, str]] = {}
 
     @property

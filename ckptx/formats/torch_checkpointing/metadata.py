@@ -227,7 +227,7 @@ def _from_version_1(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, 
             item,
             {
                 "nested_path_to_metadata": {},
-                "rank_to_layout_info": {_rank_of(rank): each.get(item) for rank, each in layouts.items()},
+                "rank_to_layout_info": {_parse_rank(rank): each.get(item) for rank, each in layouts.items()},
             },
         )
         record["nested_path_to_metadata"][json.dumps(path)] = groups
@@ -244,7 +244,8 @@ def _text(value: object) -> str:
     return value[:40] if isinstance(value, str) else type(value).__name__
 
 
-def _rank_of(rank: object) -> object:
+def _parse_rank(rank: object) -> object:
+    """Return the rank that a key in decimal digits stands for; any other key is returned unchanged."""
     is_number = isinstance(rank, str) and rank.isascii() and rank.isdecimal() and len(rank) < 8
     return int(rank) if is_number and isinstance(rank, str) else rank
 
@@ -281,7 +282,7 @@ def _require_dtype(data: Mapping[str, object], where: str) -> str:
 
 
 def _mesh_shards(data: Mapping[str, object], rank: int, where: str) -> LocalShards:
-    """Return the region of a DTensor: its mesh, the position of the rank in it, and a placement for each mesh dim."""
+    """Return the shard of one rank of a DTensor, from its mesh and the placement for each mesh dim."""
     shape, mesh = _require_shape(data.get("global_shape"), where), data.get("mesh_spec")
     sizes, ranks = (mesh.get(key) for key in ("mesh_shape", "mesh_data")) if isinstance(mesh, dict) else (None, None)
     sizes, ranks = (tuple(each) if isinstance(each, list) else each for each in (sizes, ranks))
