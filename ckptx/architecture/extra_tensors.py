@@ -32,10 +32,11 @@ class ExtraTensorKind(NamedTuple):
         name: Short name of the kind.
         pattern: Regular expression that is searched in a name with `*` for indices.
         reason: Reason for such a tensor, which reports repeat.
-        is_computed: True for tensors that the class computes when it is built; conversions do not mention them.
+        is_computed: True for tensors whose values a loaded model does not need, because the class computes them or has
+            no use for them; conversions do not mention them.
         dims: Allowed numbers of dims; empty for any.
-        parent: Regular expression that replaces `pattern` in the name to get a tensor that the class must have; empty
-            for none.
+        parent: Text that is put in place of the part of the name from the match on, to get the name of a tensor that
+            the class must have; empty for none.
         needs_weight: True if the name must begin with the name of a weight of the class, or of its module.
     """
 
@@ -244,7 +245,11 @@ class ExtraTensors:
         return self._by_pattern[pattern, dims] or self._classify_by_module(name, pattern)
 
     def _classify_by_pattern(self, pattern: str, dims: int) -> ExtraTensor | None:
-        """Return the first kind, or the class's own ignore rule, that matches a pattern; None if none matches."""
+        """Return the extra tensor by the first kind that matches a pattern, or by the names that the class ignores.
+
+        Returns:
+            None if neither matches.
+        """
         kind = next((each for each in EXTRA_TENSOR_KINDS if self._matches_kind(each, pattern, dims)), None)
         if kind is not None:
             return ExtraTensor(kind.reason, is_computed=kind.is_computed, is_expected=True)

@@ -193,7 +193,9 @@ class CommonNames(NamedTuple):
 
 
 def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
-    """Rename both views to model names if then fewer names are in only one of them; else return them unchanged.
+    """Rename both views to the names of the transformers module if then fewer names are in only one of them.
+
+    Otherwise they are returned unchanged.
 
     Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
     """
@@ -274,7 +276,7 @@ class TiedNames:
     """Names of the same tensor: tied by the config, recorded as tied by a manifest, or sharing bytes in a DCP.
 
     Attributes:
-        groups: Name -> all names tied to it, directly or indirectly, in every naming.
+        groups: Name -> all names tied to it, directly or indirectly, in all spellings that the class loads.
         sources: Name -> names that the config directly ties it to.
         state: Stored name of training state -> stored name of the state that a manifest records as the same tensor.
     """

@@ -1,7 +1,7 @@
 """Call functions in separate processes, whose memory is freed afterwards.
 
-The processes are forks: they inherit the imports and open files of this process, and have no peers. Autograd
-cannot run in a fork of a process that has already run a backward pass; new interpreters are started then, which takes
+The processes are forks: they inherit the imports and open files of this process, and are not ranks. Autograd cannot
+run in a fork of a process that has already run a backward pass; new interpreters are started then, which takes
 seconds.
 
 `run_in_children` starts a process for each call. `run_flows` keeps processes for several calls, which is faster if a

@@ -125,7 +125,8 @@ def publish(
         processes: The other processes that write the same output; None for a single process.
         other_sources: Other checkpoints from which the output is made.
         check_replaceable: Raises OutputError for a directory that must not be replaced.
-        claim: Claims the target in its storage; by default on a local file system.
+        claim: Returns the context manager that makes this process the only one that writes the target, and yields its
+            `Publisher`; by default a staging directory next to it on a local file system.
 
     Returns:
         The result of the copy, which wrote nothing if `resume` is set and the output was complete already. None on

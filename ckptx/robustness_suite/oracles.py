@@ -20,10 +20,10 @@ A snapshot is a set of items, each with the digest of its bytes, under the oracl
     replicas          state that is replicated on several ranks
     batch             the samples of the next step, by rank
     learning rate     the learning rate of the next step
-    memory            memory and threads after each task of a phase, at most those after a run of two steps
+    memory            memory and threads of a rank after each run of a phase (`phases`), at most those after two steps
     other             state that ckptx does not recognize
 
-Loss and logits come last; their tolerance is a multiple of the noise measured in the same run.
+Loss and logits are compared after these; their tolerance is a multiple of the noise measured in the same run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,11 @@ def compare(
 
 
 def compare_replicas(by_rank: Sequence[Mapping[tuple[str, str], str]]) -> Verdict:
-    """Compare replicated state with the first rank that has it."""
+    """Compare replicated state with the first rank that has it.
+
+    Args:
+        by_rank: For each rank, (item, part of it that is replicated) -> digest of its bytes.
+    """
     first: dict[tuple[str, str], tuple[int, str]] = {}
     compared, differences = 0, []
     for rank, digests in enumerate(by_rank):

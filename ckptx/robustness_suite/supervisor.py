@@ -4,10 +4,11 @@ A process that starts its own session, or forks twice, cannot be reached through
 child subreaper (PR_SET_CHILD_SUBREAPER): orphans of the command become its children, so that all of its descendants
 belong to the command. It is a separate process because ckptx may have other children.
 
-    stdin     one line of JSON: arguments, environment, time_limit. End of file: end all processes now
+    stdin     one line of JSON: arguments, environment, time_limit (seconds). End of file: end all processes now
     stderr    output of the command
-    stdout    one line of JSON: code (null if the command could not be ended), seconds, is_timed_out,
-              remaining_processes, unkillable; or error, if the command cannot be started
+    stdout    one line of JSON: code (null if the command could not be ended), seconds, is_timed_out (also true if stdin
+              was closed), and two lists of command lines: remaining_processes, which ran after the command had ended,
+              and unkillable, those of them that SIGKILL did not end; or error, if the command cannot be started
 
 This file imports only the standard library, so that it starts in a few milliseconds.
 """

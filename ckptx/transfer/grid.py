@@ -106,10 +106,10 @@ class Grid(NamedTuple):
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
     """Return True if `regions` are sharded on at most one dim other than dim 0, or each has contiguous bytes."""
-    return _has_one_inner_dim(_sharded_dims(shape, regions)) or _are_contiguous(shape, regions)
+    return _has_at_most_one_inner_dim(_sharded_dims(shape, regions)) or _are_contiguous(shape, regions)
 
 
-def _has_one_inner_dim(sharded_dims: Sequence[int]) -> bool:
+def _has_at_most_one_inner_dim(sharded_dims: Sequence[int]) -> bool:
     return not any(0 < dim < sharded_dims[-1] for dim in sharded_dims)
 
 
@@ -137,7 +137,7 @@ def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
         InternalError: The regions are sharded on more dims and not contiguous.
     """
     sharded_dims = _sharded_dims(shape, regions)
-    if not _has_one_inner_dim(sharded_dims):
+    if not _has_at_most_one_inner_dim(sharded_dims):
         if _are_contiguous(shape, regions):
             return _build_row(dtype, shape, regions)
         raise InternalError(

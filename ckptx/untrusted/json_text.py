@@ -43,12 +43,12 @@ def parse_json(text: str, subject: object, noun: str = "file") -> Any:
 
 
 def refuse_malformed_json(text: str, subject: object) -> None:
-    """Check the syntax of a JSON file that is only copied; values that `parse_json` refuses are allowed.
+    """Check the syntax of a JSON file that is only copied; keys and numbers that `parse_json` refuses are allowed.
 
     Objects are not kept, which takes half the memory and time of `parse_json`.
 
     Raises:
-        InputError: It is not JSON, for example because it is truncated.
+        InputError: It is not JSON, for example because it is truncated, or is nested too deeply to be read.
     """
     try:
         json.loads(text, object_pairs_hook=lambda pairs: None)

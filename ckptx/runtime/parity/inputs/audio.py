@@ -1,10 +1,9 @@
 """One sound per sequence, in the smallest form that the config of a class allows: a function for each form.
 
-The section `inputs` of the corrections of a class names its form and settings. Shapes, masks and the number of tokens
-are those that the processors and towers of transformers 5.17 to 5.23 agree on. If a tower requires a window of fixed
-length (Whisper's 30 seconds), the sound is at its beginning and the mask marks it; towers without a mask process the
-whole window.
-"""
+The section `inputs` in `architecture/corrections/<model_type>.json` names the form and the settings of a class. Shapes,
+masks and the number of tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on. If a
+tower requires a window of fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask marks it;
+towers without a mask process the whole window."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def _chunk(config: Config, batch_size: int, generator: torch.Generator, convolut
 
 
 def _two_convolutions(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Make mels for two convolutions; their number follows from the channels of the first, which fit a projection."""
+    """Make mels for two convolutions that halve them; the projection after them fits this number of mels only."""
     audio = config["audio_config"]
     if audio is None:
         return None
@@ -158,6 +157,7 @@ def _filled(config: Config, batch_size: int, generator: torch.Generator) -> Mult
 
 
 def _embedded_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
+    """Make features for a tower that is told how many embeddings each sound gives, `audio_embed_sizes`."""
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
