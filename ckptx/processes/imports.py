@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pkgutil import iter_modules
 from weakref import WeakSet
@@ -20,6 +21,8 @@ _EXCLUDED = {
     "ckptx.__main__", "ckptx.architecture.introspection", "ckptx.cli", "ckptx.pytest_plugin", "ckptx.robustness_suite",
     "ckptx.runtime",
 }  # fmt: skip
+# These need a package that is not in the core install. Without it, their users report that.
+_OPTIONAL = {"ckptx.untrusted.yaml_text"}
 
 
 def import_all_modules() -> None:
@@ -30,7 +33,8 @@ def import_all_modules() -> None:
     if {*threading.enumerate()} - {threading.current_thread(), *threads_without_forks}:
         with import_lock:
             for name in _walk_modules("ckptx"):
-                import_module(name)
+                with suppress(ModuleNotFoundError) if name in _OPTIONAL else nullcontext():
+                    import_module(name)
 
 
 def _walk_modules(package: str) -> Iterator[str]:
