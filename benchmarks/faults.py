@@ -63,7 +63,7 @@ def open_session(
         session = SharedRanksSession(
             recipe=recipe, source=folder / "source", out=folder, ranks=session_ranks, is_exact=True, log=Log(),
         )  # fmt: skip
-        session.source, *_ = session.run_task("prepare", recipe, session.source)
+        session.source = session.run_task("prepare", recipe, session.source, "cpu").source
         yield session, measure_baseline(session)
 
 

@@ -19,6 +19,7 @@ from tests.support.transformers_version import IS_TABLES_VERSION
 
 # Compared with packages that only `make judges` installs.
 _JUDGES = {
+    "judges/test_automodel.py": "nemo_automodel",
     "judges/test_compressed_tensors.py": "compressed_tensors",
     "judges/test_deepspeed_engine.py": "deepspeed",
     "judges/test_megatron_core.py": "megatron",

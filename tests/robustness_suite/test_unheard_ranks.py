@@ -15,7 +15,7 @@ def unheard(rank: int, world_size: int) -> None:
     here.send_bytes(b"a task")
     here.close()
     with mock.patch.object(ranks, "_run_task", lambda said, rank, settings: b"an answer"):
-        ranks._run_rank(there, rank, ranks.RankSettings("cpu", "gloo", None, "", False))
+        ranks._run_rank(there, rank, ranks.RankSettings("cpu", "gloo", None, None, "", False))
 
 
 def test_its_answer_is_dropped(pool: GlooPool) -> None:
