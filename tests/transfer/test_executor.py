@@ -24,7 +24,7 @@ from ckptx.transfer import plan as plan_module
 from ckptx.transfer.executor import CopyResult, execute
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.planner import plan_copy
-from ckptx.transfer.stream import TensorReader
+from ckptx.transfer.stream import CheckedRecords, TensorReader
 from tests.support.checkpoint_writers import Value, archive, flip, tree_bytes, value, write_hf
 from tests.support.memory_storage import MemoryPath, source_of, tree_of
 from tests.transfer.test_digest import defined
@@ -292,9 +292,9 @@ def test_workers_share_the_memory(
     limits: list[int] = []
 
     class Reader(TensorReader):
-        def __init__(self, files: SourceFiles, max_memory: int) -> None:
+        def __init__(self, files: SourceFiles, max_memory: int, checked_records: CheckedRecords) -> None:
             limits.append(max_memory)
-            super().__init__(files, max_memory)
+            super().__init__(files, max_memory, checked_records)
 
     monkeypatch.setattr("ckptx.transfer.executor.TensorReader", Reader)
     copy(planned(hf)[0], hf, place, workers=workers)
