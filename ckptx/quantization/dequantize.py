@@ -207,11 +207,14 @@ class TensorDecoder:
         block_rows, block_columns = self.tensor.block
         uses_tables = len(values) == 256 and decode.uses_tables(self.tensor.block, rows, width)
         position, end = first, first + len(codes)
+        first_block, last_block = first // block_rows, -(-end // block_rows)
+        all_scales = self._read_scales(reader, leading_index, first_block, last_block - first_block)
         while position < end:
             block_row = position // block_rows
             stop = min(end, (block_row + 1) * block_rows) if block_rows > 1 else end
             part, part_out = codes[position - first : stop - first], out[position - first : stop - first]
-            scales = self._read_scales(reader, leading_index, block_row, stop - position if block_rows == 1 else 1)
+            has_own_scales = block_rows > 1 and len(all_scales) > 1
+            scales = all_scales[block_row - first_block][None] if has_own_scales else all_scales
             if not uses_tables:
                 decode.decode_by_products(part, scales, values, block_columns, part_out)
             elif block_rows > 1 or len(scales) == 1:
