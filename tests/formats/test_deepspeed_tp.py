@@ -361,8 +361,8 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "ranks of two stages": (
         then(lambda root: [remove("*mp_rank_01*")(root), usual(3).shard(1).write(root)]), "of tensor parallel rank 1"
     ),
-    "files of a save with fewer ranks": (
-        on_rank_1(**keys(mp_world_size=1)), "of a save with 1 tensor parallel rank, but there are files of 2"
+    "files was saved with fewer ranks": (
+        on_rank_1(**keys(mp_world_size=1)), "was saved with 1 tensor parallel rank, but there are files of 2"
     ),
     "a rank of another step": (on_rank_1(**keys(global_steps=4)), "saved after 4 steps, but .* after 3"),
     "a rank with another step of the optimizer": (on_rank_1(step={0: 5, 1: 5}), "the optimizer step in .* differs"),

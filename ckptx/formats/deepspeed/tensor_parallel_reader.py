@@ -286,7 +286,7 @@ def _read_models(readers: Sequence[StepReader]) -> list[ModelStates]:
             raise missing_ranks_error(reader.where, model.tp_size, range(len(readers)))
         if model.tp_size is not None and model.tp_size < len(readers):
             raise InputError(
-                f"{where}: of a save with {counted(model.tp_size, 'tensor parallel rank')}, but there are files of "
+                f"{where}: was saved with {counted(model.tp_size, 'tensor parallel rank')}, but there are files of "
                 f"{len(readers)}; remove those of other saves"
             )
         counts = [

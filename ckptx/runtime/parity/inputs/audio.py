@@ -157,7 +157,7 @@ def _filled(config: Config, batch_size: int, generator: torch.Generator) -> Mult
 
 
 def _embedded_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make features for a tower that is told how many embeddings each sound gives, `audio_embed_sizes`."""
+    """Make features for a tower that takes the number of embeddings of each sound, `audio_embed_sizes`."""
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
