@@ -63,7 +63,8 @@ def select_device(requested: str, local_rank: int = 0, local_ranks: int = 1) -> 
         return torch.device("cpu")
     if local_rank >= device_count:
         raise EnvironmentProblem(
-            f"--device {requested}: requires {local_rank + 1} CUDA devices, this machine has {device_count}; use cpu"
+            f"--device {requested}: requires {counted(local_rank + 1, 'CUDA device')}, this machine has "
+            f"{device_count}; use cpu"
         )
     return torch.device("cuda", local_rank)
 
