@@ -19,6 +19,7 @@ import numpy as np
 from ckptx.transfer.cast import round_to_bf16
 
 _LOOKUP_NBYTES = 4 << 20  # bytes of the indices of one lookup, which should stay in the cache of a core
+_MAX_TABLE_SIZE = 1 << 16  # products of all tables of one lookup, so that uint16 can index them
 _MIN_TABLE_BLOCK = 512  # elements of a block from which a table of 256 products pays off
 
 
@@ -70,35 +71,46 @@ def round_products(values: Any, *, to_bf16: bool) -> Any:
     return values
 
 
-def decode_by_tables(codes: Any, scales: Any, values: Any, columns: int, out: Any) -> None:
+def decode_by_tables(codes: Any, scales: Any, values: Any, block: tuple[int, int], first_row: int, out: Any) -> None:
     """Decode rows of a weight with a table of 256 products for each block.
 
     Args:
         codes: Codes, uint8, of shape (rows, columns of the weight).
-        scales: Scales, float32, of shape (blocks per row,) if all rows are in the same blocks; or of shape (rows, 1) if
-            each row is a block.
+        scales: Scales of the blocks of these rows, float32, of shape (block rows, blocks per row). The first block row
+            is that of the first row.
         values: Value of each code, float32, of shape (256,).
-        columns: Columns of a block; not used if each row is a block.
+        block: Rows and columns of a block.
+        first_row: Index in the weight of the first row, which may be inside a block.
         out: Receives the result, uint16 for bf16 or float32, in the shape of `codes`; C-contiguous.
     """
-    to_bf16 = out.dtype == np.uint16
-    with np.errstate(over="ignore"):  # a product beyond the range of float32 is infinity
-        products = scales.reshape(-1, 1) * values
-    table = round_products(products, to_bf16=to_bf16).reshape(-1)
+    block_rows, block_columns = block
     rows, width = codes.shape
-    step = max(1, _LOOKUP_NBYTES // (8 * width))
-    if len(table) == len(values):
-        offsets: Any = np.zeros((1, 1), np.intp)
-    elif scales.ndim == 2:
-        offsets = (np.arange(rows) * 256)[:, None]
-    else:
-        offsets = (np.arange(width) // columns * 256)[None, :]
-    index = np.empty((min(step, rows), width), np.intp)
-    for first in range(0, rows, step):
-        part = codes[first : first + step]
-        part_index = index[: len(part)]
-        np.add(part, offsets[first : first + step] if scales.ndim == 2 else offsets, out=part_index)
-        np.take(table, part_index, out=out[first : first + step], mode="wrap")
+    blocks_per_row = scales.shape[1]
+    rows_per_step = max(1, _LOOKUP_NBYTES // (8 * width))
+    blocks_per_step = max(1, min(rows_per_step // block_rows, _MAX_TABLE_SIZE // (256 * blocks_per_row)))
+    index = np.empty((min(rows_per_step, rows), width), np.intp)
+    start = 0
+    while start < rows:
+        first_block = (first_row + start) // block_rows - first_row // block_rows
+        block_end = min(len(scales), first_block + blocks_per_step)
+        stop = min(rows, start + rows_per_step, (first_row // block_rows + block_end) * block_rows - first_row)
+        with np.errstate(over="ignore"):  # a product beyond the range of float32 is infinity
+            products = scales[first_block:block_end].reshape(-1, 1) * values
+        tables = round_products(products, to_bf16=out.dtype == np.uint16).reshape(-1)
+        part_index = index[: stop - start]
+        if len(tables) == len(values):
+            np.copyto(part_index, codes[start:stop])
+        else:
+            # Sums of small integers and one conversion are faster than sums of np.intp.
+            positions = codes[start:stop].astype(np.uint16 if len(tables) <= _MAX_TABLE_SIZE else np.uint32)
+            if blocks_per_row > 1:
+                positions += (np.arange(width) // block_columns * 256).astype(positions.dtype)
+            if block_end - first_block > 1:
+                block_index = np.arange(first_row + start, first_row + stop) // block_rows
+                positions += ((block_index - block_index[0]) * (blocks_per_row * 256)).astype(positions.dtype)[:, None]
+            np.copyto(part_index, positions)
+        np.take(tables, part_index, out=out[start:stop], mode="wrap")
+        start = stop
 
 
 def decode_by_products(codes: Any, scales: Any, values: Any, columns: int, out: Any) -> None:

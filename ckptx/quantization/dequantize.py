@@ -205,27 +205,26 @@ class TensorDecoder:
         """Decode rows without zero points; `values` has the value of each code."""
         *_, rows, width = self.tensor.shape
         block_rows, block_columns = self.tensor.block
-        uses_tables = len(values) == 256 and decode.uses_tables(self.tensor.block, rows, width)
-        position, end = first, first + len(codes)
+        end = first + len(codes)
         first_block, last_block = first // block_rows, -(-end // block_rows)
-        all_scales = self._read_scales(reader, leading_index, first_block, last_block - first_block)
+        scales = self._read_scales(reader, leading_index, first_block, last_block - first_block)
+        if len(scales) == 1:  # of the only block row, or of every row
+            block_rows = rows
+        if len(values) == 256 and decode.uses_tables(self.tensor.block, rows, width):
+            decode.decode_by_tables(codes, scales, values, (block_rows, block_columns), first, out)
+            return
+        position = first
         while position < end:
             block_row = position // block_rows
             stop = min(end, (block_row + 1) * block_rows) if block_rows > 1 else end
-            part, part_out = codes[position - first : stop - first], out[position - first : stop - first]
-            has_own_scales = block_rows > 1 and len(all_scales) > 1
-            scales = all_scales[block_row - first_block][None] if has_own_scales else all_scales
-            if not uses_tables:
-                decode.decode_by_products(part, scales, values, block_columns, part_out)
-            elif block_rows > 1 or len(scales) == 1:
-                decode.decode_by_tables(part, scales[0], values, block_columns, part_out)
-            elif block_columns >= width:
-                decode.decode_by_tables(part, scales, values, block_columns, part_out)
-            else:
-                for row in range(len(part)):
-                    decode.decode_by_tables(
-                        part[row : row + 1], scales[row], values, block_columns, part_out[row : row + 1]
-                    )
+            part_scales = scales[block_row - first_block][None] if block_rows > 1 and len(scales) > 1 else scales
+            decode.decode_by_products(
+                codes[position - first : stop - first],
+                part_scales,
+                values,
+                block_columns,
+                out[position - first : stop - first],
+            )
             position = stop
 
     def _decode_with_zero_points(
@@ -336,12 +335,22 @@ class TensorDecoder:
             count: Number of rows.
         """
         trailing = entry.shape[len(leading_index) + 1 :]
+        row = 0
+        for index, size in zip((*leading_index, first), entry.shape, strict=False):
+            row = row * size + index
+        row_nbytes = entry.dtype.nbytes(prod(trailing))
+        array = np.empty(count * row_nbytes, np.uint8)
+        if reader.read_range(entry, row * row_nbytes, array.data):
+            return array
         region = Region(
             (*leading_index, first, *(0 for _ in trailing)), (*(1 for _ in leading_index), count, *trailing)
         )
         return read_region(reader, entry, region)
 
     def _read_all(self, reader: TensorReader, entry: TensorEntry) -> Any:
+        array = np.empty(entry.nbytes, np.uint8)
+        if reader.read_range(entry, 0, array.data):
+            return array
         return read_region(reader, entry, full_region(entry.shape))
 
 

@@ -234,6 +234,30 @@ class TensorReader:
             insert_columns(rows, grid.width, cell.left, strip, width, width)
         return True
 
+    def read_range(self, entry: TensorEntry, offset: int, view: memoryview) -> bool:
+        """Fill `view` with a range of the row-major bytes of a tensor; faster than `stream` for small ranges.
+
+        Args:
+            entry: Tensor to read.
+            offset: First byte of the range, within the tensor.
+            view: Bytes to fill.
+
+        Returns:
+            False, with nothing read, if only `stream` can read it: several chunks, a chunk that is not row-major, or a
+            chunk in a checksummed record.
+
+        Raises:
+            InputError: The file cannot be read, or ends too early.
+        """
+        chunks = entry.chunks
+        if type(chunks) is not tuple or len(chunks) != 1:
+            return False
+        chunk = chunks[0]
+        if chunk.strides is not None or chunk.record is not None:
+            return False
+        self._read_into(chunk.file, chunk.offset + offset, view, entry.name)
+        return True
+
     def _read_archives(self, entry: TensorEntry, chunks: LazyChunks, view: memoryview) -> bool:
         """Read archives as `read_tensor` does, checking their frames in the same read."""
         archives = chunks.archives
