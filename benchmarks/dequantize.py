@@ -1,12 +1,12 @@
 """Time the decoding of quantized weights: the kernels, and whole conversions against `cp -r` and torch's reader.
 
-    python benchmarks/dequantize.py [--rounds 3] [--parts kernels,fp8,mxfp4,torch] [--disk DIRECTORY]
+    python benchmarks/dequantize.py [--rounds 3] [--parts kernels,fp8,mxfp4,experts,torch] [--disk DIRECTORY]
 
 kernels: elements per CPU-second of one thread, from codes in memory to bf16 in memory. fp8, mxfp4: conversions of a
 model of 8 GiB in bf16 to HF files, at one and two workers, against `cp -r` of the output. ckptx waits until its output
-is on the disk, so a second copy does, too. The last command copies the decoded tensors, in thousands as before. torch:
-the same for fp8 and 2.6 GiB, with torch's reader, which holds the model in memory more than once. The disk needs 55
-GiB.
+is on the disk, so a second copy does, too. The last two commands copy the quantized tensors with their scales, and the
+decoded ones. experts: the same for 18,723 small tensors in fp8. torch: the same for fp8 and 2.6 GiB, with torch's
+reader, which holds the model in memory more than once. The disk needs 55 GiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import Model, qwen3_moe
+from checkpoints import Model, experts, qwen3_moe
 from measure import CKPTX, HERE, Step, Timing, parse_arguments, publish, table, time_command, time_rounds, timing_table
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
@@ -46,15 +46,17 @@ def time_kernels() -> list[dict[str, Any]]:
     packed = rng.integers(0, 256, (rows, columns // 2), np.uint8)
     exponents = rng.integers(110, 130, (rows, columns // 32), np.uint8)
     e4m3_scales = rng.integers(1, 120, (rows, columns // 16), np.uint8)
-    scales, row_scales = rng.random(columns // 128, np.float32), rng.random((rows, 1), np.float32)
+    scales, row_scales = rng.random((1, columns // 128), np.float32), rng.random((rows, 1), np.float32)
     group_scales = rng.random((rows, columns // 32), np.float32)
     out = np.empty((rows, columns), np.uint16)
     e8m0, e4m3 = (decode.pair_table(each, is_divisor=False, to_bf16=True) for each in (None, 1.0))
     integers = np.arange(16, dtype=np.float32) - 8
     kernels: dict[str, Callable[[], None]] = {
-        "fp8, blocks of 128 x 128": lambda: decode.decode_by_tables(codes, scales, decode.e4m3_values(), 128, out),
+        "fp8, blocks of 128 x 128": lambda: decode.decode_by_tables(
+            codes, scales, decode.e4m3_values(), (128, 128), 0, out
+        ),
         "fp8, one scale per row": lambda: decode.decode_by_tables(
-            codes, row_scales, decode.e4m3_values(), columns, out
+            codes, row_scales, decode.e4m3_values(), (1, columns), 0, out
         ),
         "mxfp4": lambda: decode.decode_pairs(packed, exponents, e8m0, 32, out),
         "nvfp4": lambda: decode.decode_pairs(packed, e4m3_scales, e4m3, 16, out),
@@ -157,11 +159,14 @@ _MXFP4_CONFIG = {
     "format": "mxfp4-pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _MXFP4_WEIGHTS}},
 }
-_PARTS = {
-    "fp8": (FP8_CONFIG, fp8_tensors, _LAYERS),
-    "mxfp4": (_MXFP4_CONFIG, mxfp4_tensors, _LAYERS),
-    "torch": (FP8_CONFIG, fp8_tensors, _LAYERS_FOR_TORCH),
+_PARTS: dict[str, tuple[dict[str, Any], Callable[[str, tuple[int, ...]], Iterator[Tensor]], Callable[[], Model]]] = {
+    "fp8": (FP8_CONFIG, fp8_tensors, lambda: qwen3_moe(_LAYERS)),
+    "mxfp4": (_MXFP4_CONFIG, mxfp4_tensors, lambda: qwen3_moe(_LAYERS)),
+    "experts": (FP8_CONFIG, fp8_tensors, experts),
+    "torch": (FP8_CONFIG, fp8_tensors, lambda: qwen3_moe(_LAYERS_FOR_TORCH)),
 }
+
+_SCHEMES = {"fp8": "fp8", "mxfp4": "mxfp4", "experts": "18,723 small tensors, fp8", "torch": "fp8"}
 
 
 def time_conversions(work: Path, part: str, rounds: int) -> tuple[list[Timing], int]:
@@ -176,8 +181,8 @@ def time_conversions(work: Path, part: str, rounds: int) -> tuple[list[Timing], 
         Timings of the commands, and the size of the output in bytes.
     """
     source, reference = work / part, work / "reference"
-    config, quantize, layers = _PARTS[part]
-    model = qwen3_moe(layers)
+    config, quantize, build_model = _PARTS[part]
+    model = build_model()
     write_quantized(source, Model(model.shapes, {**model.config, "quantization_config": config}), quantize)
     convert = [*CKPTX, "convert", "to-hf", str(source)]
     time_command([*convert, str(reference), "--dequantize"])
@@ -193,9 +198,10 @@ def time_conversions(work: Path, part: str, rounds: int) -> tuple[list[Timing], 
         check = [*CKPTX, "verify", str(source), str(out), "--dequantize"]
         steps.append(Step(f"ckptx, {workers} worker{'s' * (workers > 1)}", command, out, checks=[check]))
     if part != "torch":
-        out = work / "copied"
-        command = [*CKPTX, "convert", "to-hf", str(reference), str(out), "--workers", "2"]
-        steps.append(Step("ckptx, 2 workers, from the decoded files", command, out))
+        for name, copied in (("quantized", source), ("decoded", reference)):
+            out = work / f"copied-{name}"
+            command = [*CKPTX, "convert", "to-hf", str(copied), str(out), "--workers", "2"]
+            steps.append(Step(f"ckptx, 2 workers, {name} files copied", command, out))
     if part == "torch":
         out = work / "stock"
         command = [sys.executable, str(HERE / "stock_dequantize.py"), str(source), str(out)]
@@ -218,11 +224,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.disk) as work:
             timings, nbytes = time_conversions(Path(work), part, arguments.rounds)
         results[part] = {"output_gib": round(nbytes / 2**30, 2), "rows": [each.to_dict() for each in timings]}
-        title = f"{'fp8' if part == 'torch' else part} to bf16, {nbytes / 2**30:.1f} GiB of output, on disk"
+        title = f"{_SCHEMES[part]} to bf16, {nbytes / 2**30:.1f} GiB of output, on disk"
         tables.append(timing_table(title, timings))
-        if part == "torch":
+        if part not in ("fp8", "mxfp4"):
             continue
-        decoding = [each for each in timings if each.name.startswith("ckptx") and "decoded files" not in each.name]
+        decoding = [each for each in timings if each.name.startswith("ckptx") and "copied" not in each.name]
         seconds = float(str(decoding[-1].to_dict()["seconds"]))
         hours = _DEEPSEEK_V3_PARAMETERS * 2 / nbytes * seconds / 3600
         tables.append(f"Extrapolated from 2 workers that decode: {hours:.1f} hours for 671 B parameters.\n")
