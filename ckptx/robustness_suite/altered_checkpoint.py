@@ -69,7 +69,8 @@ class _TensorBytes(NamedTuple):
         path: File with its first chunk.
         entry: Located tensor.
         text: Digest, with dtype and shape.
-        archive_end: End of the archive of the first chunk in the file, in bytes; None for the end of the file.
+        archive_end: End of the archive of the first chunk in a file of a DCP, in bytes from the start of the file; None
+            for other formats, in which the archive is the file.
     """
 
     path: Path
@@ -116,7 +117,7 @@ def copy_altered(source: Path, target: Path, source_items: Items) -> AlteredChec
 
 
 def _alterable_tensors(path: Path) -> list[_TensorBytes]:
-    """Return the largest tensors of the model; without those of which another tensor is a copy, as tied weights are."""
+    """Return up to `_MAX_TENSORS` of the largest tensors of the model; none has the bytes of another, as tied ones."""
     tensors = [each for file in list_files(path) for each in _tensors_of(file)]
     counts: dict[str, int] = {}
     for tensor in tensors:
@@ -152,6 +153,7 @@ def _tensors_of(file: ComparedFile) -> Iterator[_TensorBytes]:
 
 
 def _entries(file: ComparedFile, files: FilePool, digests: TensorDigests) -> Iterator[TensorEntry]:
+    """Yield the tensors in a file or DCP, with the positions of their bytes."""
     name = file.path.name
     if file.kind == DCP:
         assert file.catalog is not None

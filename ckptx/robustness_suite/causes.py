@@ -25,8 +25,9 @@ UNSAVED_STATE_CAUSES = (
 _RANK = re.compile(r"rank[ _-]?(\d+)", re.IGNORECASE)
 # A number without the word "rank"; numbers after the name of a device or a seed are not ranks.
 _BARE_NUMBER = re.compile(r"(?:^|(?<!cuda)(?<!seed)(?<!gpu)(?<!device)(?<!devices)[._])(\d+)(?=\.|$)")
+# The description of a tensor: dtype, shape, and digest or single element.
 _TENSOR = re.compile(r"([A-Z][A-Z0-9_]*) \[([\d, ]*)\] (.*)")
-_DIGEST = re.compile(r"(.*\s)?[0-9a-f]{24,64}")
+_DIGEST = re.compile(r"(.*\s)?[0-9a-f]{24,64}")  # a digest in hex, with or without the type of the value before it
 _MAX_VALUE_LENGTH = 60  # characters of a value that a sentence shows
 _MAX_LISTED_NAMES = 3  # names in a sentence
 _SETTINGS = {"lr": "learning rate", "initial_lr": "initial learning rate", "weight_decay": "weight decay"}
@@ -275,13 +276,14 @@ def _values_text(differences: Sequence[Difference]) -> str:
 
 
 def _first_change_text(differences: Sequence[Difference]) -> str:
-    """Return the change of a setting in the first param group, in parentheses."""
+    """Return the change of a setting in the first param group, in parentheses; "" if its values cannot be displayed."""
     changes = list(dict.fromkeys(_change_text(each, "") for each in differences))
     more = f", and {counted(len(changes) - 1, 'other change')}" if len(changes) > 1 else ""
     return f" ({changes[0]}{more})" if changes[0] else ""
 
 
 def _change_text(difference: Difference, prefix: str) -> str:
+    """Return both values behind `prefix`; "" if one cannot be displayed."""
     reference, actual = (_display_value(value) for value in (difference.reference, difference.actual))
     if reference is None or actual is None:
         return ""
@@ -390,12 +392,13 @@ def _ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _rank_span(item: str) -> slice | None:
-    """Return the position of the number of a rank in a name; None if there is none."""
+    """Return the character positions of the number of a rank in a name; None if there is none."""
     match = _RANK.search(item) or _BARE_NUMBER.search(item)
     return None if match is None else slice(*match.span(1))
 
 
 def _mask_rank(item: str) -> str:
+    """Return a name with "#" for the number of its rank; the name itself if it has none."""
     span = _rank_span(item)
     return item if span is None else f"{item[: span.start]}#{item[span.stop :]}"
 

@@ -44,7 +44,7 @@ _NOT_COMPARED_PATTERNS = (
     (_INDEX, "index of files"),
     (_EVENTS, "log with times"),
 )
-_HEAD_BYTES = 512
+_HEAD_BYTES = 512  # bytes that are read to detect the kind of a file; the magic of a tar is at 257
 _SPECIAL_FILE_TYPES = (
     (stat.S_ISSOCK, "socket"),
     (stat.S_ISFIFO, "pipe"),
@@ -58,11 +58,12 @@ class ComparedFile(NamedTuple):
 
     Attributes:
         path: Path of the file or folder.
-        label: Path relative to the checkpoint, without the suffix.
+        label: Path relative to the checkpoint, without the suffix of a file; "" for a DCP that is the checkpoint.
         name_prefix: Prefix for the names of its items, such as "optimizer"; None if the file name implies none.
-        kind: Kind of comparison: DCP, SAFETENSORS, JSON, PICKLE, ARRAY, ZIP, TAR, BYTES, MARKER or NOT_COMPARED.
+        kind: Kind of comparison: DCP, SAFETENSORS, JSON, PICKLE (also archives of `torch.save`), ARRAY (`.npy`), ZIP,
+            TAR, BYTES (one digest of the file), MARKER (only `note`, for an entry without contents) or NOT_COMPARED.
         note: Text to compare for a MARKER, or the reason for NOT_COMPARED; "" for other kinds.
-        relative_path: Printable path relative to the checkpoint; "" for a DCP.
+        relative_path: Printable path relative to the checkpoint, with the suffix; "" for a DCP.
         catalog: Catalog of a DCP; None for other kinds.
     """
 
@@ -104,6 +105,13 @@ def list_files(path: Path) -> list[ComparedFile]:
 
 
 def _walk_folder(folder: Path, parents: tuple[str, ...], visited: frozenset[tuple[int, int]]) -> Iterator[ComparedFile]:
+    """Yield the files of a folder at any depth.
+
+    Args:
+        folder: Path of the folder.
+        parents: Names of the folders from the checkpoint to this one.
+        visited: Device and inode of each parent folder.
+    """
     pending = [(folder, parents, visited)]
     while pending:
         folder, parents, visited = pending.pop()
@@ -138,6 +146,14 @@ def _marker(path: Path, parts: tuple[str, ...], note: str) -> ComparedFile:
 
 
 def _classify_file(path: Path, parents: tuple[str, ...], name: str, must_be_read: bool = False) -> ComparedFile:
+    """Return how a file is compared.
+
+    Args:
+        path: Path of the file.
+        parents: Names of its folders, relative to the checkpoint.
+        name: Name of the file.
+        must_be_read: True for a file that is the checkpoint itself; its name implies nothing about its contents.
+    """
     stem, suffix = os.path.splitext(name)
     stem, shown_name = printable_name(stem), printable_name(name)
     label, relative_path = "/".join((*parents, stem)), "/".join((*parents, shown_name))

@@ -41,7 +41,7 @@ class CommandRun(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """True if the command ended with an error, or did not end in time."""
+        """Return True if the command ended with an error, or did not end in time."""
         return bool(self.result.code) or self.result.is_timed_out
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ckptx.errors import InputError, missing_package
 from ckptx.storage.files import FilePool
 
+# The header is the length and its checksum; the frame is the header and the checksum of the data.
 _HEADER_BYTES, _FRAME_BYTES = 12, 16
 _MAX_CHECKED_BYTES = 1 << 16  # checksums of longer records are not checked; a scalar takes about 100 bytes
 _MAX_RECORD_BYTES = 64 << 20  # longer records, such as images, are skipped
@@ -81,6 +82,7 @@ def read_scalars(path: Path, notes: list[str]) -> Iterator[Scalar]:
 
 
 def _read_records(path: Path, notes: list[str]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset of each record in the file, in bytes, and its data, except for records that are too long."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     with FilePool(path.parent) as files:

@@ -1,4 +1,4 @@
-"""Test a custom trainer by its output on disk: its command runs five times, without a hook in its code.
+"""Test a custom trainer by its output on disk: its command runs up to five times, without a hook in its code.
 
     uninterrupted  A    all steps, with a checkpoint at step N
     rerun          A'   the same run a second time: differences from A are noise, and give the noise of the loss
@@ -120,7 +120,7 @@ def run_external(
     *,
     folder: Path = BUILT_IN_RECIPES,
 ) -> ReportBuilder:
-    """Run the command of a recipe five times, and compare its checkpoints and losses.
+    """Run the command of a recipe up to five times, and compare its checkpoints and losses.
 
     Args:
         recipe: Recipe with a `trainer` block.
@@ -147,7 +147,7 @@ def run_external(
 
 
 class _CommandPhases:
-    """The five runs of a command, and the phase of each."""
+    """The runs of a command, A to X in the docstring of this module, and the phase of each."""
 
     def __init__(self, recipe: Recipe, out: Path, log: Log, on_phase: OnPhase, folder: Path) -> None:
         if recipe.trainer is None:
@@ -159,14 +159,14 @@ class _CommandPhases:
         self.report_builder = ReportBuilder(on_phase)
         self._runs = CommandRuns(self.block, self.training, out, folder)
         self._log = log
-        self._final_items: tuple[Items, Items] = ({}, {})
-        self._saved_items: Items = {}
-        self._resumed_items: Items = {}
-        self._reference_files: RunFiles | None = None
-        self._reference_losses: dict[int, float] = {}
+        self._final_items: tuple[Items, Items] = ({}, {})  # items of A and A' at the last step
+        self._saved_items: Items = {}  # items of A at step N
+        self._resumed_items: Items = {}  # items of R at the last step
+        self._reference_files: RunFiles | None = None  # last snapshot of the files of A
+        self._reference_losses: dict[int, float] = {}  # losses of A by step
         self._loss_noise = 0.0
-        self._reference_verdict: Verdict | None = None
-        self._is_reference_modified = False
+        self._reference_verdict: Verdict | None = None  # verdict on the files of A after the last run; None after A
+        self._is_reference_modified = False  # True if any run has modified the files of A
 
     def check(self) -> None:
         """Check recipe and command before the first run.
@@ -399,7 +399,7 @@ class _CommandPhases:
         return [Verdict("resume", len(losses), differences)]
 
     def _cause_notes(self, verdicts: Sequence[Verdict]) -> Iterator[str]:
-        """Yield notes on the cause of different final states, if the run for zero steps has none."""
+        """Yield notes on the cause of different final states, unless an earlier phase or `resume` shows the cause."""
         failed = [each.oracle for each in failed_verdicts(verdicts)]
         has_named_cause = any(row["name"] == LOAD_AND_SAVE and row["ok"] is False for row in self.report_builder.phases)
         if not failed or has_named_cause or "resume" in failed:
@@ -459,7 +459,9 @@ class _CommandPhases:
             self._reference_files = current
 
     def _read_results(self, run: CommandRun, read: Callable[[], T]) -> T | None:
-        """Return the results of a run; None, with a failed phase, for a run without results that changed the reference.
+        """Return the results of a run.
+
+        If the run has no results and modified the files of the reference, add a failed phase and return None.
 
         Raises:
             InputError: The run has no results and did not change the reference, so the recipe is wrong.
@@ -501,6 +503,11 @@ class _CommandPhases:
         cause: str = "",
         has_failed: bool = False,
     ) -> None:
+        """Add the phase of a run, with the verdict on the files of the reference.
+
+        If the run modified these files, or logged a loss of a step before its checkpoint, that is the cause instead of
+        `cause`.
+        """
         notes = [*notes, *run.result.notes()]
         resume_steps = [
             each.item.rpartition(" ")[2]

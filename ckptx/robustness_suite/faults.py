@@ -32,7 +32,7 @@ class Fault:
         oracle: Oracle that must detect the fault.
         phase: Number of the phase that must fail.
         run: Name of the run with the fault.
-        min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
+        min_mesh: Minimum sizes of the mesh for the fault to have an effect, by axis: "tp", "dp", "dp_shard" or "ranks".
         injection: Functions that a session calls to inject the fault.
     """
 
@@ -67,9 +67,9 @@ def register_fault(
             `RunRequest` before the run starts, and returns a changed one; "files" gets the folder of a run that has
             ended.
         phase: Number of the phase that must fail.
-        run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, ...
-        event: Event at which the trainer is changed.
-        min_mesh: Minimum sizes of the mesh, by axis, for the fault to have an effect.
+        run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, layout-1, killed-1 ...
+        event: Event of `Trainer` at which a function with the target "trainer" is called.
+        min_mesh: See `Fault`; None for no minimum.
     """
 
     def register(function: F) -> F:
@@ -240,7 +240,7 @@ def _parameters(trainer: Any) -> list[tuple[str, Any]]:
 
 
 def _middle_matrix(trainer: Any) -> Any:
-    """Return the local shard of a matrix in the middle of the model."""
+    """Return the local shard of a matrix in the middle of the model, which has at least two rows."""
     matrices = [
         _local_values(each) for _, each in _parameters(trainer) if each.dim() == 2 and len(_local_values(each)) > 1
     ]
@@ -332,6 +332,7 @@ def replicas_drifted(trainer: Any) -> None:
 
 
 def _data_files(folder: Path) -> list[Path]:
+    """Return the tensor files of all steps in the folder of a run, the largest first."""
     steps = sorted(folder.glob("step-*"), key=lambda each: int(each.name.partition("-")[2]))
     return sorted((each for step in steps for each in step.glob("*.distcp")), key=lambda each: -each.stat().st_size)
 

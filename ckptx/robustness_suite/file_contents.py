@@ -30,7 +30,8 @@ from ckptx.storage.files import open_regular
 from ckptx.transfer.digest import TreeDigest
 from ckptx.untrusted.limits import MAX_DIMS, MAX_PICKLE_BYTES, MAX_TENSORS
 
-FILE_PREFIX = "file: "  # start of the description of a file without tensors: a digest, or the target of a link
+# Start of the description of an entry that is not split into values: size and digest of its bytes, or what it is.
+FILE_PREFIX = "file: "
 _BLOCK_BYTES = 1 << 20
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 1 << 16
@@ -156,7 +157,12 @@ def _describe_array(file: _ByteSource, subject: str) -> str:
 
 
 def _parse_header(start: bytes, file: _ByteSource) -> tuple[_Header | None, bytes]:
-    """Return the header of an array, or None if it is not valid, and the bytes that were read."""
+    """Return the header of an array, or None if it is not valid, and the bytes that were read.
+
+    Args:
+        start: Magic, version (2 bytes) and the next 4 bytes: the length of the header; in version 1 only 2 of them.
+        file: File after `start`.
+    """
     if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 6 or start[6] not in (1, 2, 3):
         return None, start
     width = 2 if start[6] == 1 else 4

@@ -40,7 +40,7 @@ def noisy_files(reference: Items, repeated: Items, compared: Items) -> set[tuple
 def step_count_settings(
     source_items: Items, resaved_items: Items, source_run_steps: int, resaved_run_steps: int
 ) -> set[tuple[str, str]]:
-    """Return the keys (oracle, name) of settings that are equal to the number of steps a trainer was given.
+    """Return the keys (oracle, name) of items that in each checkpoint equal the number of steps its run was given.
 
     Args:
         source_items: Items of the checkpoint that was resumed from.

@@ -198,6 +198,7 @@ class _StateClassifier:
         )
 
     def _named_shapes(self) -> Iterator[tuple[_Entry, NamedShape]]:
+        """Yield the tensors that may be parameters, copies of them or moments."""
         for entry in self.entries:
             shape = entry.item.shape
             if shape is not None and not self._is_whole_rng_state(entry):
@@ -249,7 +250,7 @@ class _StateClassifier:
         """Return the oracle of an item that neither words nor structure identify.
 
         State of an optimizer is "moments". A tensor is "model" if it may be a parameter: by the last word of its name
-        or, if the names of the model are unknown, because it is an array or has floating-point tensors beside it.
+        or, if the names of the model are unknown, because it is an array or is next to or above floating-point tensors.
         """
         if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
@@ -295,6 +296,7 @@ class _StateClassifier:
 
 
 def _prefixes(words: Words) -> Iterator[Words]:
+    """Yield all prefixes of words, from the empty one to all words."""
     yield from (words[:length] for length in range(len(words) + 1))
 
 

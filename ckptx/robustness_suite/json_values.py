@@ -16,14 +16,14 @@ from ckptx.untrusted.json_text import parse_json
 
 
 def values_of_json(
-    data: bytes, path: Path, noise_keys: re.Pattern[str], run_folder: Path | None = None
+    data: bytes, path: Path, skipped_keys: re.Pattern[str], run_folder: Path | None = None
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield the values of a JSON file; a list or an empty object is one value.
 
     Args:
         data: Contents of the file.
         path: Path of the file, for error messages.
-        noise_keys: Pattern of keys whose values are skipped.
+        skipped_keys: Pattern of keys whose values are skipped.
         run_folder: Folder whose path is replaced by `{out}` in strings, as it differs between runs; None for none.
 
     Yields:
@@ -42,7 +42,7 @@ def values_of_json(
     while pending:
         name, value = pending.pop()
         children = value.items() if isinstance(value, dict) else ()
-        if noise_keys.fullmatch(name.rpartition(".")[2]):
+        if skipped_keys.fullmatch(name.rpartition(".")[2]):
             continue
         if not children:
             yield name, value, _value_text(value, str(path))

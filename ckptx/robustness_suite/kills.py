@@ -91,7 +91,7 @@ def kill_at(root: Path, operation: str, other_pids: Collection[int] = ()) -> Ite
 
 
 def select_kill_points(names: Sequence[str], count: int) -> list[str]:
-    """Select operations of a save: the last of each kind, the first, the middle one, then the others.
+    """Select operations of a save: the last one of each kind, then the first of each, the middle one, and the others.
 
     Args:
         names: Names of all operations, from `record_operations`.

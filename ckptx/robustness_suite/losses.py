@@ -30,8 +30,8 @@ from ckptx.untrusted.limits import MAX_INDEX_BYTES
 from ckptx.untrusted.printable import one_line
 
 _COLOR_CODE = re.compile(r"\x1b\[[0-9;]*m")
-_STEP_BITS = 63
-_MAX_SHOWN_LENGTH = 80
+_STEP_BITS = 63  # steps are less than 2**63
+_MAX_SHOWN_LENGTH = 80  # characters of a value in a message
 _MATCHER_SCRIPT = Path(__file__).with_name("matcher.py")
 _MATCH_SECONDS = 10.0  # limit for all lines of a file
 _START_SECONDS = 10.0  # for an interpreter to start on a busy machine
@@ -41,7 +41,7 @@ class Losses(NamedTuple):
     """Losses of a run.
 
     Attributes:
-        by_step: Loss of each step, sorted by step.
+        by_step: Step -> loss, sorted by step.
         notes: Notes for the user, such as a truncated file.
     """
 

@@ -18,7 +18,7 @@ def forecast_memory(session: Session, gpu_memory: int | None) -> StepMemory:
 
     Args:
         session: Session with a prepared source.
-        gpu_memory: Memory of a GPU in bytes; None for no check.
+        gpu_memory: Memory of a GPU in bytes; None for no limit, except the free memory on a CPU.
 
     Raises:
         SpaceError: The step does not fit in GPU memory or, on a CPU, in the memory that all ranks share.
@@ -45,8 +45,11 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
     Args:
         recipe: Recipe of the step.
         source: Path of the checkpoint.
-        gpu_memory: Memory of a GPU in bytes; None for no check.
+        gpu_memory: Memory of a GPU in bytes; None for no limit.
         is_memory_shared: True if all ranks share the memory of this machine.
+
+    Raises:
+        SpaceError: The step does not fit.
     """
     import torch
 
@@ -57,7 +60,7 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
     from ckptx.runtime.parity.memory import read_free_bytes
 
     task = task_from_recipe(recipe, source)
-    ranks = forecast_ranks(task)
+    ranks = forecast_ranks(task)  # one rank of each pipeline stage
     peak = max(each.peak for each in ranks)
     if gpu_memory is not None and peak + reserve_bytes(peak) > gpu_memory:
         raise SpaceError(
@@ -76,6 +79,12 @@ def _forecast_step(recipe: Recipe, source: Path, gpu_memory: int | None, is_memo
 
 
 def _advice(dims: ParallelDims, larger_mesh: tuple[ParallelDims, int] | None) -> str:
+    """Return how to make a step fit.
+
+    Args:
+        dims: Mesh of the step that does not fit.
+        larger_mesh: Mesh on which it fits, and the bytes of tensors at its peak there; None if no mesh was found.
+    """
     if larger_mesh is None:
         return (
             "no mesh of up to 64 times as many ranks for tp or dp_shard makes it fit; use activation checkpointing "

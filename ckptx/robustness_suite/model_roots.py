@@ -21,7 +21,8 @@ _WRAPPERS = frozenset(
 )
 _MOMENT_PAIRS = ({"m", "v"}, {"mu", "nu"}, {"m1", "m2"}, {"first", "second"})
 _SINGLE_MOMENTS = frozenset({"momentum", "momentums", "momenta", "velocity", "velocities", "trace", "moments"})
-_MIN_COPY_SHARE = 0.5  # minimum share of the parameters in a copy; an EMA may omit frozen parameters and buffers
+# Minimum fraction of the parameters that a copy has; an EMA may omit frozen parameters and buffers.
+_MIN_COPY_SHARE = 0.5
 
 
 class NamedShape(NamedTuple):
@@ -193,6 +194,13 @@ def _strip_wrappers(words: Words) -> Words:
 def _copies_by_name(
     tensors: Sequence[NamedShape], names: Mapping[Words, Shape], moments: Sequence[NamedShape]
 ) -> Iterator[Words]:
+    """Yield the prefixes below which enough of the model's tensors exist, with their relative names and shapes.
+
+    Args:
+        tensors: Tensors outside of the model.
+        names: Shapes of the model's tensors, from `_shapes_by_relative_name`.
+        moments: See `find_roots`.
+    """
     counts: Counter[Words] = Counter()
     for each in tensors:
         for begin in range(1, len(each.words)):

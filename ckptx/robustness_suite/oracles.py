@@ -1,9 +1,10 @@
 """Oracles: compare two snapshots of the state of a run bit for bit, and name the items that differ.
 
-A snapshot is a set of items, each with the digest of its bytes, under the oracle that compares it:
+An oracle is the comparison of one kind of state, a check in the report. A snapshot is a set of items, each with the
+digest of its bytes or its value, under the oracle that compares it:
 
     reference files   the files of the uninterrupted run: no other run changes them
-    resume            a run that resumes logs no loss of a step before, and has the weights that it resumed from
+    resume            a resumed run logs no loss of a step before its checkpoint, and has the weights of that checkpoint
     readable          a published checkpoint opens, and is complete
     sharded           parameters are sharded over ranks, as the recipe requires
     finite            no NaN; no infinity in a parameter, a moment or a loss
@@ -20,7 +21,7 @@ A snapshot is a set of items, each with the digest of its bytes, under the oracl
     replicas          state that is replicated on several ranks
     batch             the samples of the next step, by rank
     learning rate     the learning rate of the next step
-    memory            memory and threads of a rank after each run of a phase (`phases`), at most those after two steps
+    memory            memory and threads of a rank after each task of a phase: at most those after a run of two steps
     other             state that ckptx does not recognize
 
 Loss and logits are compared after these; their tolerance is a multiple of the noise measured in the same run.
@@ -69,8 +70,8 @@ class Verdict(NamedTuple):
         oracle: Name of the oracle.
         compared: Number of items compared.
         differences: Items that differ.
-        value: Largest difference of a measurement; None for an exact oracle.
-        limit: Tolerance of `value`; None for an exact oracle.
+        value: Largest difference of losses or logits; None for other oracles.
+        limit: Tolerance of `value`; None for other oracles.
         noise_factor: Tolerance as a multiple of the noise; None if equal bits are required and the tolerance is 0.
         noise: Measured noise, the other factor of the tolerance; None if `noise_factor` is None.
         is_widened: True if the recipe raised the tolerance above its default.

@@ -51,7 +51,8 @@ from ckptx.runtime.training.dropout_config import has_dropout
 from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
 
 _DEFAULTS = ChecksBlock()
-_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "learning rate")  # equal in memory on every rank and mesh
+# State of a trainer in memory that is equal on every rank and mesh.
+_RANK_INDEPENDENT_ORACLES = ("scheduler", "step", "samples", "learning rate")
 
 
 class Phase(NamedTuple):
@@ -208,7 +209,15 @@ def _trains_with_dropout(session: Session) -> bool:
 def _check_layout(
     session: Session, layout: LayoutBlock, number: int, base_result: RunResult, recipe: Recipe
 ) -> Iterator[Verdict]:
-    """Reshard a checkpoint for another mesh, load it there, save it, and continue training."""
+    """Reshard a checkpoint for another mesh, load it there, save it, and continue training.
+
+    Args:
+        session: Session of the phase.
+        layout: Layout of the other mesh.
+        number: Number of the layout in `checks.layouts`, from 1; part of the names of its run and folders.
+        base_result: Result of the same training on the mesh of the recipe.
+        recipe: Recipe of both runs, without dropout.
+    """
     step, layout_text, dims = session.resume_step, session.layout_text(layout), layout.dims
     checkpoint = session.uninterrupted_checkpoint(step)
     resharded, saved = session.out / f"layout-{number}-resharded", session.checkpoint_path(f"layout-{number}", step)
@@ -219,6 +228,7 @@ def _check_layout(
         recipe=recipe,
     )
     result = session.train(f"layout-{number}", request, compared_with="without-dropout")
+    # Rank 0 only, as the numbers of ranks differ.
     yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
     yield _compare_tensors(checkpoint, saved, layout_text)
     yield _loss_verdict(session, base_result, result, session.max_noise("loss"))
@@ -266,7 +276,7 @@ def check_kills(session: Session) -> Findings:
     """Run phase 7: kill ranks during saves, and check the remaining steps and the next save."""
     findings, good_step = Findings(), session.resume_step
     source = session.uninterrupted_checkpoint(good_step)
-    cases = ((False, False), (False, True), (True, False))  # asynchronous, all ranks
+    cases = ((False, False), (False, True), (True, False))  # (is_asynchronous, kills_all_ranks)
     operations: dict[bool, list[str]] = {}
     for number, (is_asynchronous, kills_all_ranks) in enumerate(cases, 1):
         recipe = _with_save_mode(session.recipe, is_asynchronous)
@@ -307,7 +317,7 @@ def check_kills(session: Session) -> Findings:
 
 
 def _create_root(session: Session, name: str, source: Path) -> Path:
-    """Create a directory of steps with one published step."""
+    """Create a directory of steps whose only step is a copy of `source`, which the file `latest` names."""
     root = session.folder(name)
     session.run_once(_publish_first_step, root, source)
     return root
@@ -341,7 +351,10 @@ PHASES: tuple[Phase, ...] = (
 
 
 def _merge_verdicts(findings: Findings) -> Findings:
-    """Merge the verdicts of each oracle: keep the largest difference of a measurement, and all items that differ."""
+    """Merge the verdicts of each oracle into one with all items that differ.
+
+    Its measurement is that of the first verdict that failed, else the one with the largest difference.
+    """
     by_oracle: dict[str, list[Verdict]] = {}
     for each in findings.verdicts:
         by_oracle.setdefault(each.oracle, []).append(each)
@@ -369,7 +382,7 @@ def _finite_verdicts(result: RunResult) -> list[Verdict]:
 
 def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
     num_sharded, num_parameters = result.sharded_counts
-    is_sharded, is_expected = num_sharded > 0, session.recipe.checks.sharded
+    is_sharded, must_be_sharded = num_sharded > 0, session.recipe.checks.sharded
     words = {True: "sharded", False: "not sharded"}
     differences = (
         [
@@ -377,11 +390,11 @@ def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
                 "sharded",
                 f"{num_sharded} of {num_parameters} parameters",
                 None,
-                words[bool(is_expected)],
+                words[bool(must_be_sharded)],
                 words[is_sharded],
             )
         ]
-        if is_sharded != is_expected
+        if is_sharded != must_be_sharded
         else []
     )
     return Verdict("sharded", num_parameters, differences)
@@ -390,7 +403,10 @@ def _sharding_verdict(session: Session, result: RunResult) -> Verdict:
 def _loss_verdict(
     session: Session, reference: RunResult, actual: RunResult, noise: float | None, *, first_step: int = 0
 ) -> Verdict:
-    """Compare the losses after `first_step`, the step from which a run resumed; a missing loss is NaN."""
+    """Compare the losses after `first_step`, the step from which a run resumed; a missing loss is NaN.
+
+    `noise` is None if equal bits are required.
+    """
     steps = sorted({each for each in reference.losses if each > first_step} | actual.losses.keys())
     noise_factor = session.recipe.checks.loss_noise_factor
     pairs = zip(losses_of_steps(reference.losses, steps), losses_of_steps(actual.losses, steps), strict=True)
@@ -398,6 +414,7 @@ def _loss_verdict(
 
 
 def _logits_verdict(session: Session, reference: Logits, actual: Logits, noise: float | None) -> Verdict:
+    """Compare the logits of the probe samples; `noise` is None if equal bits are required."""
     noise_factor = session.recipe.checks.logits_noise_factor
     return compare_with_noise(
         "logits", len(reference), max_difference(reference, actual), noise, noise_factor, _DEFAULTS.logits_noise_factor
@@ -447,7 +464,7 @@ def _compare_names(reference: Path, actual: Path) -> Verdict:
 
 
 def _compare_files(reference: Path, actual: Path) -> Verdict:
-    """Compare all files of two folders byte for byte."""
+    """Compare all files directly in two folders byte for byte."""
     names = sorted({each.name for folder in (reference, actual) for each in folder.iterdir()})
     differences = []
     for name in names:

@@ -23,7 +23,8 @@ from ckptx.formats.torch_archive.pickle_machine import CallResult, GlobalName, P
 from ckptx.formats.torch_archive.unpickle import StorageRef, TensorRef
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
-_MAX_DEPTH = 16  # nested calls, such as a parameter that wraps a tensor with a storage in a bytes object
+# Nested calls that are normalized, such as a parameter that wraps a tensor with a storage in a bytes object.
+_MAX_DEPTH = 16
 _MAX_EXPANSION = 16  # a tensor may be this many times larger than its storage, as expanded tensors are
 _MAX_SMALL_TENSOR_BYTES = 1 << 28  # up to this size, a tensor may be expanded without limit
 _BUILTINS = "builtins"
@@ -61,7 +62,7 @@ class Tensor:
         storage: Storage with the bytes.
         kind: Name of the class.
         requires_grad: Value of the attribute `requires_grad`.
-        attributes: Hooks and Python attributes; empty for none.
+        attributes: Nonempty hooks and Python attributes, as parsed.
     """
 
     ref: TensorRef
@@ -169,6 +170,7 @@ class PickleNormalizer:
             return call if normalized is None else normalized
         return call
 
+    # Each method `_make_...` returns the normal form of a call, or None if it has none; the call then stays as parsed.
     # ----------------------------------------------------------------------------------------------------- Python
 
     def _make_bytes(self, call: CallResult) -> Any:
@@ -394,6 +396,7 @@ def _is_pair_list(value: Any) -> bool:
 
 def _to_row_major(data: bytes, shape: Any) -> bytes | None:
     """Return the bytes of a Fortran-order array in row-major order; None if their number does not match the shape."""
+    # 32 is the maximum number of dimensions in numpy 1.
     if type(shape) is not tuple or len(shape) > 32 or not all(map(_is_nonnegative_int, shape)):
         return None
     count = prod(shape)

@@ -38,7 +38,7 @@ from ckptx.untrusted.limits import MAX_JSON_DEPTH, MAX_NAME_LENGTH, MAX_PICKLE_B
 _PICKLE_START = re.compile(rb"\x80[\x02-\x05].", re.DOTALL)
 _INTEGER_TEXT = re.compile(r"-?[0-9]+")
 _MIN_VALUE_LIMIT = 1 << 12  # a pickle may have at least so many values, as one object may be referenced often
-_MAX_DISPLAY_LENGTH = 60  # characters; longer values are replaced by their digest
+_MAX_DISPLAY_LENGTH = 60  # characters, or values in a list; longer values are replaced by their digest
 _KEY_DIGEST_LENGTH = 8  # hex digits of the digest of a key in a name
 _MAX_INT_BITS = 256  # larger integers are replaced by their digest
 _PLAIN_TYPES = {type(None), bool, int, float}
@@ -61,7 +61,7 @@ class Leaf(NamedTuple):
     Attributes:
         path: Words of the name, one for each level.
         value: Value, not normalized, or the `ContainerInfo` of a container.
-        sort_key: Encodings of the keys on the path; unique among the leaves of a file.
+        sort_key: Encodings of the keys on the path, which distinguish keys with the same word.
     """
 
     path: tuple[str, ...]
@@ -172,7 +172,11 @@ class PickleReader:
     # ------------------------------------------------------------------------------------------------------- leaves
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield the leaves: all values except dicts, and lists or tuples that contain a dict or tensor.
+        """Yield the leaves: all values that are not split into parts.
+
+        Dicts are split, and so are lists and tuples that contain a dict or tensor, unless they are empty, deeper than
+        `MAX_JSON_DEPTH`, part of themselves, or known not to be split. If a split container has properties that the
+        names of its parts do not show, a `ContainerInfo` is yielded, too.
 
         Raises:
             InputError: There are too many values, or a name is too long.

@@ -63,9 +63,9 @@ class TaskResult:
     """Result of a task on one rank.
 
     Attributes:
-        value: Return value of the task.
-        memory: Memory and threads after the task.
-        end_signal: Number of the signal that ended the process; None if it is alive.
+        value: Return value of the task; None if the rank did not complete it.
+        memory: Memory and threads after the task; None if the rank did not complete it.
+        end_signal: Number of the signal that ended the process; None if no signal did.
     """
 
     value: Any = None
@@ -138,7 +138,8 @@ class Ranks:
 
         Raises:
             CkptxError: A rank raised it.
-            PeerFailure: A rank died.
+            PeerFailure: A signal ended a rank.
+            EnvironmentProblem: A rank exited without an error message.
         """
         local_ranks = [int(os.environ["RANK"])] if self._settings.is_launched else list(range(world_size))
         world = next(_world_numbers)
@@ -352,7 +353,7 @@ def _run_task(call: bytes, rank: int, settings: RankSettings) -> tuple[bytes, Re
 
 
 def _limit_gpu_memory(settings: RankSettings, device: Any) -> None:
-    """Limit the GPU memory of a rank."""
+    """Limit the GPU memory of a rank to that of the settings; nothing is done without a limit or on a CPU."""
     if settings.gpu_memory is None:
         return
     if device.type != "cuda":  # the forecast has checked that it fits

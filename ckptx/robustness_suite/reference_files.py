@@ -1,7 +1,7 @@
 """Detect a run that changes the files of the reference run.
 
 A resumed run that overwrites the checkpoint it started from would always equal it. So the files of the reference run
-are digested before and after each other run, and the items to compare are read before it.
+are digested before and after each other run.
 
 A change is a file with other contents, a deleted, added or renamed file, or a link with another target. Timestamps are
 ignored.
@@ -30,7 +30,8 @@ class _FileState(NamedTuple):
     """A file, folder or link.
 
     Attributes:
-        content: Kind, with the digest of a file or the target of a link.
+        content: Kind, with the digest of a file or the target of a link; "unreadable" with the error if it cannot be
+            read.
         stat_fields: Device, inode, size, mtime and ctime when a file was read; None for folders and links.
     """
 
@@ -43,8 +44,8 @@ class RunFiles(NamedTuple):
 
     Attributes:
         root: Folder of the run.
-        entries: Path relative to the folder, with "/" -> its state. A path outside the folder that a link leads to is
-            listed below the path of the link.
+        entries: Path relative to the folder, with "/" -> its state. The contents of a followed link are listed below
+            the path of the link; those of a link to a file as `LINK/.`.
     """
 
     root: Path

@@ -175,7 +175,10 @@ class ReportBuilder:
         return row
 
     def report(self, report: RobustnessReport, log: Log | None = None) -> RobustnessReport:
-        """Return a report with all rows; `log` gets a note if there are more differences than it lists."""
+        """Return `report` with all rows, and `exit` 1 if a phase failed.
+
+        `log` gets a note if there are more differences than the report lists.
+        """
         if log is not None and len(self.differing) > _MAX_DIFFERENCES:
             log.note(f"{len(self.differing)} items differ; the report lists the first {_MAX_DIFFERENCES}")
         return replace(

@@ -32,7 +32,7 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     """Run the phases of a recipe: train, save, load, export, reshard, resume and kill; report the items that differ.
 
     Returns:
-        The report; `exit` is 1 if something differs.
+        The report; `exit` is 1 if something differs, and 2 if no check detected the injected fault.
 
     Raises:
         CkptxError: See `ckptx.robustness`.
@@ -199,7 +199,10 @@ def _run_phases(
 
 
 def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: RetainedMemory) -> dict[str, Any]:
-    """Run a phase, add its row to the report, and return the row."""
+    """Run a phase, add its row to the report, and return the row.
+
+    The verdicts of the phase are extended by those on the files of the uninterrupted run and on memory.
+    """
     begin = time.perf_counter()
     findings = phase.run(session)
     reference = session.reference_verdict()
@@ -213,9 +216,9 @@ def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: 
 
 
 def measure_baseline(session: Session) -> RetainedMemory:
-    """Measure memory and threads after a run of two steps was released: the least that a trained process retains.
+    """Return memory and threads, maximum over ranks, after a run of two steps was released: the limits for all phases.
 
-    Also measure the memory of the second step, which is that of all later steps.
+    Also measure the tensor memory of the second step, which later steps need, too, for `session.measured_memory`.
     """
     result = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
     session.measured_memory = result.measured_memory
@@ -225,6 +228,7 @@ def measure_baseline(session: Session) -> RetainedMemory:
 
 
 def _max_memory(samples: Sequence[RetainedMemory]) -> RetainedMemory:
+    """Return the maximum of each field; 0 without samples."""
     return RetainedMemory(
         *(max((each[index] for each in samples), default=0) for index in range(len(RetainedMemory._fields)))
     )

@@ -47,7 +47,7 @@ class RunRequest:
         layout: Layout that replaces the recipe's; None for the recipe's.
         perturbation_seed: Seed of the perturbation of the embedding by 1 ULP; None for no perturbation.
         computes_logits: True to compute the logits of the probe samples at the end.
-        events: Functions that are called at events of the run, see `Trainer`.
+        events: Event of the run (see `Trainer`) -> function that is called with the trainer of each rank.
         log_file: File for a line of JSON per step; None for no file.
         measures_memory: True to measure the tensor memory of the last step.
     """
@@ -89,10 +89,10 @@ class RunResult:
 
     Attributes:
         losses: Step -> loss.
-        log_lines: Log line of each step.
+        log_lines: Log line of each step, in order.
         start_items: Items of each rank before the first step; empty if they were not requested.
         items: Step -> items of each rank.
-        shard_digests: Step -> digests of the model's local shards, for each rank.
+        shard_digests: Step -> for each rank, (parameter, shard) -> digest of the local bytes.
         logits: Logits of the probe samples at the end, in float32; None if they were not requested.
         sharded_counts: Number of parameters that are sharded over ranks, and number of all parameters.
         wrapped_layers: Number of layers with activation checkpointing, maximum over ranks.

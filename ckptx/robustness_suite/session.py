@@ -28,8 +28,8 @@ class InjectedFault:
     """Functions of an injected fault, by name of the run; all empty for no fault.
 
     Attributes:
-        events: Run -> event -> function that is called with the trainer at that event, on all ranks.
-        request_changes: Run -> function that returns a changed `RunRequest` before it starts.
+        events: Run -> event of `Trainer` -> function that is called with the trainer at that event, on all ranks.
+        request_changes: Run -> function that is called with its `RunRequest` before it starts, and returns another one.
         file_changes: Run -> function that is called with the folder of the run when it has ended.
     """
 
@@ -61,7 +61,7 @@ class Session:
         recipe: Recipe, with a complete mesh.
         source: Path of the initial checkpoint.
         out: Output folder.
-        ranks: Ranks, which live over all phases.
+        ranks: Rank processes, which live over all phases.
         is_exact: True if identical runs must be bit-identical, as on a CPU.
         devices: Number of devices if each rank requires its own; None if ranks can share, as on a CPU.
         log: Receives notes for the user.
@@ -87,8 +87,8 @@ class Session:
     measured_memory: tuple[int, int] | None = None
     devices: int | None = None
     reference_files: RunFiles | None = None
-    _cache: dict[str, Any] = field(default_factory=dict)
-    _layouts_by_note: dict[str, list[str]] = field(default_factory=dict)
+    _cache: dict[str, Any] = field(default_factory=dict)  # "uninterrupted", "rerun" or "noise" -> its cached result
+    _layouts_by_note: dict[str, list[str]] = field(default_factory=dict)  # note -> meshes of the runs that had it
 
     @property
     def world_size(self) -> int:
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def resume_step(self) -> int:
-        """Return the step that resumed runs start from."""
+        """Return the first saved step, from which the runs of phases 3, 5 and 7 and the first one of phase 6 resume."""
         return self.recipe.training.save_at[0]
 
     def supports_world_size(self, world_size: int) -> bool:
@@ -107,7 +107,14 @@ class Session:
         )
 
     def run_task(self, task: str, *args: Any, world_size: int | None = None, ranks: Ranks | None = None) -> Any:
-        """Run a task on all ranks, and return its result, which is the same on each of them."""
+        """Run a function of `tasks` on all ranks, and return its result, which is the same on each of them.
+
+        Args:
+            task: Name of the function.
+            args: Picklable arguments after the rank context.
+            world_size: Number of ranks; None for that of the recipe.
+            ranks: Ranks to use; None for those of the session, whose memory is then added to `memory_samples`.
+        """
         results = (ranks or self.ranks).run(task, *args, world_size=world_size or self.world_size)
         if ranks is None:
             self.memory_samples += [each.memory for each in results.values() if each.memory is not None]
@@ -211,13 +218,13 @@ class Session:
 
     @property
     def saved_steps(self) -> list[int]:
-        """Return the steps that the uninterrupted run saves: those of the recipe, first + 1, and the last."""
+        """Return the steps that the uninterrupted run saves: those of `save_at`, `resume_step + 1`, and the last."""
         training = self.recipe.training
         return sorted({*training.save_at, min(self.resume_step + 1, training.steps), training.steps})
 
     @property
     def uninterrupted_result(self) -> RunResult:
-        """Return the result of the uninterrupted run, the reference of all other runs."""
+        """Return the result of the uninterrupted run, the reference of all other runs; the first access runs it."""
         if "uninterrupted" not in self._cache:
             saves = {step: self.checkpoint_path("uninterrupted", step) for step in self.saved_steps}
             request = self.make_request(saves=saves, snapshot_steps=self.saved_steps, computes_logits=True)
@@ -229,7 +236,7 @@ class Session:
 
     @property
     def repeated_result(self) -> RunResult:
-        """Return the result of an identical run without saves."""
+        """Return the result of an identical run without saves; the first access runs it."""
         if "rerun" not in self._cache:
             self._cache["rerun"] = self.train(
                 "rerun", self.make_request(snapshot_steps=self.saved_steps, computes_logits=True)
@@ -240,10 +247,10 @@ class Session:
 
     @property
     def noise(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the noise of "loss" and of "logits", each the largest difference of two kinds of runs.
+        """Return the noise of "loss" and "logits": the largest absolute differences from the uninterrupted run.
 
-        "repeated" is the difference of two identical runs, "perturbed" that of runs with an embedding perturbed by 1
-        ULP.
+        Each has two values: "repeated", the difference of an identical run, and "perturbed", the largest difference of
+        the runs whose embedding is perturbed by 1 ULP. The first access trains these runs.
         """
         if "noise" not in self._cache:
             repeated = _max_differences(self.uninterrupted_result, self.repeated_result)
@@ -297,6 +304,7 @@ def _run_note(layouts: Sequence[str], note: str) -> str:
 
 
 def _max_differences(reference: RunResult, actual: RunResult) -> dict[str, float]:
+    """Return the largest absolute differences of "loss" and "logits"."""
     losses = [abs_difference(reference.losses[step], actual.losses[step]) for step in reference.losses]
     logits = max_difference(reference.logits or (), actual.logits or ())
     return {"loss": largest_value(losses), "logits": logits}

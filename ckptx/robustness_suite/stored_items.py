@@ -15,8 +15,8 @@ compared like the rest. Not compared are:
 
 * settings of a trainer, which are not state: training_args.bin, config.json and the like, tokenizers
 * logs with timestamps; `files_not_compared` lists them and the settings
-* times, speeds, and names of runs and folders, which differ between runs (`_NOISE_KEYS`), outside of model and
-  optimizer
+* times, speeds, and names of runs and folders, which differ between identical runs (`_VOLATILE_KEYS`), outside of model
+  and optimizer
 * the history of losses in trainer_state.json, which `losses` reads
 * the sharding: which rank wrote which file; see `detect_sharding`
 """
@@ -69,12 +69,13 @@ from ckptx.storage.files import FilePool, read_head, read_small
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_RANKS, MAX_TENSORS
 from ckptx.wording import counted
 
-_NOISE_KEYS = re.compile(
+_VOLATILE_KEYS = re.compile(
     r"(.+_)?(time|timestamp|elapsed|hostname|runtime|per_second|seconds)|(wandb_|run_|save_)+id|uuid|best_model_checkpoint"
     r"|(output|logging|run)_dir|log_history|run_name"
 )
-_FINITE_ORACLES = frozenset({"model", "second model", "moments", "master weights"})
-_NOISE_FREE_ORACLES = _FINITE_ORACLES | {"adam step", "param groups", "learning rate"}
+_FINITE_ORACLES = frozenset({"model", "second model", "moments", "master weights"})  # tensors that must be finite
+# Oracles of items that are compared under any name, also one of `_VOLATILE_KEYS`.
+_ALWAYS_COMPARED_ORACLES = _FINITE_ORACLES | {"adam step", "param groups", "learning rate"}
 
 
 class RunSharding(NamedTuple):
@@ -101,8 +102,8 @@ def read_items(path: Path, run_folder: Path | None = None) -> Items:
 
     Returns:
         (oracle, name) -> digest, or the value itself if it is short. For each floating-point tensor of a model, and of
-        the moments and master weights of an optimizer, ("finite", name) -> "finite", or the number of elements that
-        are not.
+        the moments and master weights of an optimizer, ("finite", name) -> "finite", or a text with the number of
+        elements that are not.
 
     Raises:
         InputError: The path has no checkpoint, or the checkpoint is damaged or too large.
@@ -190,9 +191,9 @@ class _ItemCollector:
 
     def __init__(self) -> None:
         self._stored: list[StoredItem] = []
-        self._values: list[tuple[str, int | None]] = []
-        self._files: list[tuple[str, str, tuple[str, ...]]] = []
-        self.has_values = False  # True if a file has named values or arrays
+        self._values: list[tuple[str, int | None]] = []  # for each of `_stored`: value, `num_nonfinite`
+        self._files: list[tuple[str, str, tuple[str, ...]]] = []  # name, value and oracles
+        self.has_values = False  # True if anything but digests of whole files was added
         self.first_error: CkptxError | None = None  # first error of a file that is therefore compared by its bytes
 
     def add(self, file: ComparedFile, item: StoredItem, value: str, num_nonfinite: int | None = None) -> None:
@@ -226,7 +227,7 @@ class _ItemCollector:
         items: dict[tuple[str, str], str] = {}
         classified = zip(self._stored, self._values, oracles_of_items(self._stored), strict=True)
         for item, (value, num_nonfinite), oracles in classified:
-            if _NOISE_KEYS.fullmatch(item.name.rpartition(".")[2]) and _NOISE_FREE_ORACLES.isdisjoint(oracles):
+            if _VOLATILE_KEYS.fullmatch(item.name.rpartition(".")[2]) and _ALWAYS_COMPARED_ORACLES.isdisjoint(oracles):
                 continue
             unique_name, number = item.name, 1
             while any((oracle, unique_name) in items for oracle in oracles):
@@ -308,6 +309,7 @@ def _read_members(file: ComparedFile, items: _ItemCollector) -> None:
 
 
 def _read_bytes(file: ComparedFile, items: _ItemCollector) -> None:
+    """Add the digest of a whole file, under the oracle that its name implies, such as "rng"; "other" if none."""
     oracles = (
         ("other",)
         if file.name_prefix in (None, "model", "trainer_state")
@@ -340,6 +342,16 @@ def _add_leaves(
     items: _ItemCollector,
     leaves: Sequence[Leaf] | None = None,
 ) -> None:
+    """Add the leaves of a pickle.
+
+    Args:
+        file: File that contains the pickle.
+        name: Name of the pickled object in a DCP; "" for a file that is one pickle.
+        reader: Reader of the pickle.
+        tensors: Computes the digests of its tensors.
+        items: Collector that gets the leaves.
+        leaves: Leaves of `reader`, if they were read already; None to read them.
+    """
     names = _parameter_names(reader)
     named = [
         (file.full_name(".".join(filter(None, (name, *_replace_numbers(leaf.path, names)))) or file.label), leaf)
@@ -395,7 +407,7 @@ def _replace_numbers(path: tuple[str, ...], names: Mapping[tuple[str, ...], Mapp
 
 def _read_json(file: ComparedFile, items: _ItemCollector, run_folder: Path | None) -> None:
     try:
-        values = list(values_of_json(read_small(file.path, MAX_CONFIG_BYTES), file.path, _NOISE_KEYS, run_folder))
+        values = list(values_of_json(read_small(file.path, MAX_CONFIG_BYTES), file.path, _VOLATILE_KEYS, run_folder))
     except UnicodeDecodeError:
         _read_bytes(file, items)
         return

@@ -1,6 +1,8 @@
 """Check the directory of steps after a killed save: the last good step loads, and no other step looks complete.
 
-Two loaders check it: `StepDirectories`, and an independent one that loads the highest step number with stock torch.
+`StepDirectories` determines which steps look complete, and the latest one. Stock torch and ckptx must load each of them
+with the same bytes. No other directory may be named like a step or be loadable by stock torch, unless a part of its
+path begins with a dot.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ class SurvivingSteps(NamedTuple):
     Attributes:
         published: Numbers of the complete steps.
         latest: Step to resume from; None if there is none.
-        note: Reason why `latest` is not the step in the file `latest`; "" if it is.
-        digests: Step -> digest of its contents.
-        hidden: Names that loaders ignore: remains of interrupted saves and removals.
+        note: Note of `ResumePoint` on the selection of `latest`; "" for none.
+        digests: Step -> digest of its contents, without steps that do not load.
+        hidden: Directories that loaders ignore, relative to the root: remains of interrupted saves and removals.
         violations: Sentence for each violated requirement; empty if the directory is valid.
     """
 
@@ -55,7 +57,7 @@ def check_steps(
     Args:
         root: Directory of all steps.
         good_step: Latest published step before the kill; it or a newer step must be the latest. None skips this check.
-        expected_digests: Step -> digest, from an earlier check; None skips the comparison of contents.
+        expected_digests: Step -> digest, from an earlier check; steps without one are not compared. None is as empty.
         next_save: Function that saves a step on all ranks and returns its number; it must succeed, and that step must
             become the latest. None skips this check.
     """

@@ -1,4 +1,4 @@
-"""Tasks of ranks in a phase: each function runs on all ranks, and returns the gathered result.
+"""Tasks of ranks in a phase: each function runs on all ranks, and returns the same result on all of them.
 
 A rank builds model and data for a task, and releases them before it returns.
 """
@@ -150,14 +150,15 @@ def _train(rank_context: RankContext, request: RunRequest, trainer: Trainer, dat
 
 
 def _max_measured(measured: Sequence[MeasuredMemory | None]) -> tuple[int, int]:
+    """Return the bytes of tensors at the peak of a step and between steps, each the maximum over ranks."""
     samples = [each for each in measured if each is not None]
     return max(each.peak for each in samples), max(each.between_steps for each in samples)
 
 
 def save_and_record(rank_context: RankContext, request: RunRequest, kill_point: KillPoint) -> list[list[str]]:
-    """Resume for one step and save it; return the file operations of the save by rank.
+    """Resume for one step and save it; return the names of the file operations of the save, by rank.
 
-    A rank is killed at the operation that `kill_point` names, if any.
+    If `kill_point` names an operation, its rank, or all ranks, are killed there, and nothing is recorded.
     """
     dataset = open_dataset_on_all_ranks(request.recipe, request.source)
     trainer = Trainer(
@@ -202,7 +203,7 @@ def check_surviving_steps(
 def compute_source_logits(
     rank_context: RankContext, recipe: Recipe, path: Path, num_perturbations: int
 ) -> tuple[Logits, float]:
-    """Return the logits of stock transformers on rank 0, and their noise.
+    """Return the logits of stock transformers, computed on rank 0 in one process, and their noise.
 
     The noise is the largest difference of the logits after perturbing the embedding by 1 ULP, over all perturbations.
     """
@@ -243,7 +244,10 @@ def _compute_stock_logits(
 
 
 def compute_runtime_logits(rank_context: RankContext, request: RunRequest) -> Logits | None:
-    """Return the logits of the sharded model, for the source or the checkpoint to resume from."""
+    """Return the logits of the sharded model, with the weights of the source or of the checkpoint to resume from.
+
+    None if no rank has them.
+    """
     dataset = open_dataset_on_all_ranks(request.recipe, request.source)
     trainer = Trainer(
         request.recipe, request.source, dataset, rank_context, layout=request.layout, callbacks=request.events
@@ -278,7 +282,7 @@ def probe_batches(recipe: Recipe, dataset: Dataset, rank_context: RankContext) -
 
 
 def compute_probe_logits(trainer: Trainer, dataset: Dataset) -> Logits | None:
-    """Return the logits of the probe samples on all ranks, from the first rank that has them."""
+    """Return the logits of the probe samples on all ranks, from the first rank that has them; None if no rank does."""
     outputs = trainer.logits(probe_batches(trainer.recipe, dataset, trainer.rank_context))
     local_logits = None if outputs is None else [each.numpy() for each in outputs]
     return next((each for each in all_gather_object(local_logits) if each is not None), None)
@@ -295,7 +299,7 @@ def perturb_embedding(trainer: Trainer, seed: int) -> None:
 
 
 def _token_embedding_names(trainer: Trainer) -> set[str]:
-    """Return the name of the token embedding, gathered from the ranks that have it."""
+    """Return the names of the token embedding, normally one, gathered from the ranks that have it."""
     names: set[str] = set()
     for model in trainer.rank_model.models:
         table = getattr(model.get_input_embeddings(), "weight", None)
@@ -309,7 +313,7 @@ def _make_generator(seed: int) -> torch.Generator:
 
 
 def _count_sharded(trainer: Trainer) -> tuple[int, int]:
-    """Return the number of sharded parameters, and of all parameters."""
+    """Return the number of sharded parameters and of all parameters of this rank."""
     layout = trainer.rank_model.layout
     num_sharded = num_parameters = 0
     for name, parameter in trainer.rank_model.parameters():

@@ -15,12 +15,14 @@ from ckptx.transfer.digest import TreeDigest
 from ckptx.transfer.stream import TensorReader, push
 
 _BUFFER_BYTES = 1 << 20
+# Dtype -> integer dtype of the same size, mask of the exponent bits; NaN and infinity have all of them set.
 _EXPONENT_MASKS = {
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
     "BF16": ("<u2", 0xFF << 7),
     "F16": ("<u2", 0x1F << 10),
 }
+# Dtype -> code of `struct`, for dtypes whose single element is shown as its value.
 _STRUCT_CODES = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 
