@@ -70,7 +70,7 @@ class _TensorBytes(NamedTuple):
         entry: Located tensor.
         text: Digest, with dtype and shape.
         archive_end: End of the archive of the first chunk in a file of a DCP, in bytes from the start of the file; None
-            for other formats, in which the archive is the file.
+            for other formats, in which an archive is a whole file.
     """
 
     path: Path
@@ -117,7 +117,10 @@ def copy_altered(source: Path, target: Path, source_items: Items) -> AlteredChec
 
 
 def _alterable_tensors(path: Path) -> list[_TensorBytes]:
-    """Return up to `_MAX_TENSORS` of the largest tensors of the model; none has the bytes of another, as tied ones."""
+    """Return up to `_MAX_TENSORS` of the largest tensors of the model, without copies of others, such as tied weights.
+
+    A tensor that has a copy is left out, too.
+    """
     tensors = [each for file in list_files(path) for each in _tensors_of(file)]
     counts: dict[str, int] = {}
     for tensor in tensors:
@@ -149,7 +152,7 @@ def _tensors_of(file: ComparedFile) -> Iterator[_TensorBytes]:
                 if file.catalog is not None:
                     archive = file.catalog.tensors[entry.name].chunks[0]
                     end = archive.offset + archive.nbytes
-                yield _TensorBytes(folder / entry.chunks[0].file, entry, digests.digest(entry), end)
+                yield _TensorBytes(folder / entry.chunks[0].file, entry, digests.describe(entry), end)
 
 
 def _entries(file: ComparedFile, files: FilePool, digests: TensorDigests) -> Iterator[TensorEntry]:

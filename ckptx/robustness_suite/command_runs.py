@@ -66,7 +66,7 @@ class CommandRuns:
             folder: Folder of the recipe, for `{recipe}`.
         """
         self.block, self.training = block, training
-        self.save_at = min(training.save_at, default=0)
+        self.save_at = min(training.save_at, default=0)  # step to resume from; 0 if the recipe has none
         self._out, self._recipe_folder = out, folder
 
     def check(self) -> None:

@@ -155,7 +155,7 @@ class _CommandPhases:
         self.block: TrainerBlock = recipe.trainer
         self.checks: ChecksBlock = recipe.checks
         self.training = recipe.training
-        self.save_at = min(self.training.save_at, default=0)
+        self.save_at = min(self.training.save_at, default=0)  # step N; 0 if the recipe has none
         self.report_builder = ReportBuilder(on_phase)
         self._runs = CommandRuns(self.block, self.training, out, folder)
         self._log = log

@@ -67,7 +67,7 @@ def register_fault(
             `RunRequest` before the run starts, and returns a changed one; "files" gets the folder of a run that has
             ended.
         phase: Number of the phase that must fail.
-        run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, layout-1, killed-1 ...
+        run: Name of the run with the fault: uninterrupted, resumed (in new processes), resumed-2, layout-1, killed-1.
         event: Event of `Trainer` at which a function with the target "trainer" is called.
         min_mesh: See `Fault`; None for no minimum.
     """

@@ -54,8 +54,8 @@ class _ByteSource(Protocol):
     def read(self, size: int = ..., /) -> bytes: ...
 
 
-def digest_of_file(path: Path) -> str:
-    """Return a description of the bytes of a file: their number and digest.
+def describe_file(path: Path) -> str:
+    """Return a description of the bytes of a file: `FILE_PREFIX`, their number and digest.
 
     Raises:
         InputError: The file cannot be read.
@@ -86,7 +86,7 @@ def contents_of_zip(path: Path) -> Iterator[Content]:
                     name = member.filename.removesuffix(".npy")
                     contents.append(Content(name, _describe_array(source, f"{path}: {name}")))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError, ValueError, zlib.error):
-        contents = [Content("", digest_of_file(path))]
+        contents = [Content("", describe_file(path))]
     yield from contents
 
 
@@ -115,7 +115,7 @@ def contents_of_tar(path: Path) -> Iterator[Content]:
                 )
                 contents.append(Content(member.name, text))
     except (tarfile.TarError, OSError, EOFError, ValueError):
-        contents = [Content("", digest_of_file(path))]
+        contents = [Content("", describe_file(path))]
     yield from contents
 
 

@@ -174,7 +174,7 @@ class _StateClassifier:
             for parent, names in self._siblings.items()
             if parent[1] and names & EPOCH_KEYS and names & _POSITION_KEYS
         }
-        self._float_tensor_parents = {
+        self._float_tensor_ancestors = {
             (entry.item.file, prefix) for entry in entries if entry.is_float for prefix in _prefixes(entry.words[:-1])
         }
         self._rng_state_parents = {entry.parent for entry in entries if self._is_whole_rng_state(entry)}
@@ -258,7 +258,7 @@ class _StateClassifier:
             return ("other",)
         if self._roots.model:
             return ("model",) if entry.words[-1] in _PARAMETER_NAMES else ("other",)
-        return ("model",) if entry.is_array or entry.parent in self._float_tensor_parents else ("other",)
+        return ("model",) if entry.is_array or entry.parent in self._float_tensor_ancestors else ("other",)
 
     def _is_in_model(self, entry: _Entry) -> bool:
         if entry.item.shape is None or not has_root(entry.words, self._roots.model):
@@ -282,7 +282,7 @@ class _StateClassifier:
             return False
         if entry.item.shape in _CPU_GENERATOR_SHAPES:
             return True
-        return entry.item.shape in _DEVICE_GENERATOR_SHAPES and entry.parent not in self._float_tensor_parents
+        return entry.item.shape in _DEVICE_GENERATOR_SHAPES and entry.parent not in self._float_tensor_ancestors
 
     def _is_numpy_state(self, parent: ParentKey) -> bool:
         """Return True for a dict with an RNG state of numpy: the name of the generator and its numbers."""

@@ -1,8 +1,8 @@
 """Phases: each tests one property of the checkpoints of a training run.
 
 0 initial logits     the sharded model gives the same logits as from_pretrained in one process
-1 uninterrupted run  two runs with the same seed match; measures the noise that limits later differences of losses and
-                     logits
+1 uninterrupted run  two runs with the same seed match; measures the noise, from which the tolerances of losses and
+                     logits follow
 2 replicas           replicated state matches across ranks, and a loaded checkpoint gives the same logits
 3 load and save      a checkpoint that is loaded and saved keeps all state, with synchronous and asynchronous saves
 4 export             exported HF files give the same logits in stock transformers
@@ -228,7 +228,7 @@ def _check_layout(
         recipe=recipe,
     )
     result = session.train(f"layout-{number}", request, compared_with="without-dropout")
-    # Rank 0 only, as the numbers of ranks differ.
+    # Rank 0 only, as the numbers of ranks may differ.
     yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
     yield _compare_tensors(checkpoint, saved, layout_text)
     yield _loss_verdict(session, base_result, result, session.max_noise("loss"))
@@ -277,7 +277,7 @@ def check_kills(session: Session) -> Findings:
     findings, good_step = Findings(), session.resume_step
     source = session.uninterrupted_checkpoint(good_step)
     cases = ((False, False), (False, True), (True, False))  # (is_asynchronous, kills_all_ranks)
-    operations: dict[bool, list[str]] = {}
+    operations: dict[bool, list[str]] = {}  # is_asynchronous -> file operations of a save on rank 0
     for number, (is_asynchronous, kills_all_ranks) in enumerate(cases, 1):
         recipe = _with_save_mode(session.recipe, is_asynchronous)
         request = replace(session.make_request(resume_from=source), recipe=recipe)

@@ -62,7 +62,7 @@ class Tensor:
         storage: Storage with the bytes.
         kind: Name of the class.
         requires_grad: Value of the attribute `requires_grad`.
-        attributes: Nonempty hooks and Python attributes, as parsed.
+        attributes: Nonempty hooks and Python attributes, as parsed; () if there are none.
     """
 
     ref: TensorRef

@@ -338,11 +338,13 @@ class PickleReader:
 
     def _describe_contents(self, value: Storage | Tensor) -> str:
         if isinstance(value, Tensor):
-            return self._tensors.digest(*self._tensor_entry("in an object", value))
+            return self._tensors.describe(*self._tensor_entry("in an object", value))
         ref = StorageRef(value.ref.key, None, value.ref.nbytes)
         record = value.record or Record(0, ref.nbytes, None)
         chunk = Chunk(full_region((ref.nbytes,)), self._file, record.offset, record.nbytes, None, value.record)
-        return self._tensors.digest(TensorEntry("a storage", DTYPES_BY_NAME["U8"], (ref.nbytes,), (chunk,)), value.data)
+        return self._tensors.describe(
+            TensorEntry("a storage", DTYPES_BY_NAME["U8"], (ref.nbytes,), (chunk,)), value.data
+        )
 
 
 def is_pickle(files: FilePool, file: str, offset: int, length: int) -> bool:

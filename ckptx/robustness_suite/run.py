@@ -216,9 +216,10 @@ def run_phase(builder: ReportBuilder, session: Session, phase: Phase, baseline: 
 
 
 def measure_baseline(session: Session) -> RetainedMemory:
-    """Return memory and threads, maximum over ranks, after a run of two steps was released: the limits for all phases.
+    """Return memory and threads of local ranks after a run of two steps was released: the limits for all phases.
 
-    Also measure the tensor memory of the second step, which later steps need, too, for `session.measured_memory`.
+    Each is the maximum over ranks. The tensor memory of the second step, which is that of all later steps, is measured,
+    too, for `session.measured_memory`.
     """
     result = session.run_task("train", replace(session.make_request(last_step=2), measures_memory=True))
     session.measured_memory = result.measured_memory

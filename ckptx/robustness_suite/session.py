@@ -29,7 +29,7 @@ class InjectedFault:
 
     Attributes:
         events: Run -> event of `Trainer` -> function that is called with the trainer at that event, on all ranks.
-        request_changes: Run -> function that is called with its `RunRequest` before it starts, and returns another one.
+        request_changes: Run -> function that gets its `RunRequest` before it starts, and returns the one to use.
         file_changes: Run -> function that is called with the folder of the run when it has ended.
     """
 

@@ -57,7 +57,7 @@ def check_steps(
     Args:
         root: Directory of all steps.
         good_step: Latest published step before the kill; it or a newer step must be the latest. None skips this check.
-        expected_digests: Step -> digest, from an earlier check; steps without one are not compared. None is as empty.
+        expected_digests: Step -> digest, from an earlier check; other steps are not compared. None compares no step.
         next_save: Function that saves a step on all ranks and returns its number; it must succeed, and that step must
             become the latest. None skips this check.
     """

@@ -54,7 +54,7 @@ class TensorDigests:
         description = sink.describe(entry) if element is None else f"{entry.dtype} {list(entry.shape)} {element}"
         return description, sink.num_nonfinite if entry.dtype.name in _EXPONENT_MASKS else None
 
-    def digest(self, entry: TensorEntry, data: bytes | None = None) -> str:
+    def describe(self, entry: TensorEntry, data: bytes | None = None) -> str:
         """Return the description of a tensor, as `read` does."""
         return self.read(entry, data)[0]
 
