@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 STEPS = 3
+# Case -> config of `zero_optimization`. Only benchmarks/official_tools.py uses stage1 and stage2_elastic.
 CASES: dict[str, dict[str, Any]] = {
     "stage1": {"stage": 1},
     "stage2": {"stage": 2, "parameter_alignment": True},
@@ -82,7 +83,10 @@ def train(case: str) -> Any:
 
 
 def engine_values(engine: Any, stage: int) -> dict[str, torch.Tensor]:
-    """Return the weights, masters and moments of an engine under the names that ckptx gives them."""
+    """Return the weights, masters and moments of an engine under the names that ckptx gives them.
+
+    In stage 3 the masters are the weights, as ckptx reads them; a tied weight has the state of the first of its names.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -98,6 +98,7 @@ if __name__ == "__main__":
 
 
 def main(interpreters: list[str]) -> None:
+    """Write the fixtures of each interpreter, in a directory with the name of the version of its torch."""
     for python in interpreters:
         command = [python, "-c", "import torch; print(torch.__version__)"]
         version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().partition("+")[0]

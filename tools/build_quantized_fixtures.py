@@ -266,7 +266,10 @@ def checkpoints() -> dict[str, tuple[dict[str, Any], StoredAndDecoded]]:
 
 
 def write(name: str, config: dict[str, Any], stored: Tensors, decoded: Tensors) -> None:
-    """Write one checkpoint, with the codes in one file and the rest in another, and its decoded weights."""
+    """Write one checkpoint in two files, and its decoded weights.
+
+    The first tensor of `stored`, which has codes, is in the second file with a norm; the others are in the first file.
+    """
     root = ROOT / name
     root.mkdir()
     is_modelopt = "producer" in config

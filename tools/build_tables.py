@@ -75,7 +75,7 @@ class MeasuredClass(NamedTuple):
     """The result for one class.
 
     Attributes:
-        row: Row of the class.
+        row: Record of the class, a row of the tables.
         directory: Directory of transformers that contains its code.
         seconds: Time that the measurement took.
     """

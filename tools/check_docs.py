@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """True if the checker runs the block."""
+        """Return True if the checker runs the block."""
         return self.language in RUN and not self.reason
 
     def __str__(self) -> str:

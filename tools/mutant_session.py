@@ -189,7 +189,12 @@ class _Plugin:
 
 
 class _Recorder(_Plugin):
-    """Record which tests execute each line, in forked processes, too."""
+    """Record which tests execute each line, in forked processes, too.
+
+    Args:
+        directory: Directory for the results: `session.json`, and PID.contexts of each process.
+        files: Source files whose lines are recorded.
+    """
 
     def __init__(self, directory: Path, files: list[Path]) -> None:
         self.directory = directory

@@ -6,7 +6,7 @@ Not mutated, because no test should depend on them or because a change has no ef
 * messages: `raise` statements, `assert` (its condition cannot fail), every string with a space or line break, f-strings
   with such text, and calls of `ckptx.wording` and of the classes of `ckptx.errors`
 * logs and warnings: calls of a logger and of `warnings`
-* `__repr__`, and code for type checkers only (`if TYPE_CHECKING`)
+* `__repr__`, `__str__`, and code for type checkers only (`if TYPE_CHECKING`)
 * the arguments `strict=` (an assertion that cannot fail), `encoding=` (the encoding of every supported system) and
   `repr=`
 * the argument `False`, if the change is None, which is false as well
@@ -53,14 +53,14 @@ class Mutant:
 
     @cached_property
     def source(self) -> str:
-        """The text of the whole file with the change."""
+        """Return the text of the whole file with the change."""
         changed = self.module.deep_replace(self.original, self.replacement)
         assert isinstance(changed, cst.Module)
         return changed.code
 
     @cached_property
     def diff(self) -> str:
-        """The changed lines, as `- old` and `+ new`."""
+        """Return the changed lines, as `- old` and `+ new`."""
         lines = difflib.unified_diff(self.module.code.splitlines(), self.source.splitlines(), lineterm="", n=0)
         return "\n".join(f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "+-")
 
@@ -82,7 +82,12 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class _Visitor(cst.CSTVisitor):
-    """Collects the mutants of a file."""
+    """Collect the mutants of a file.
+
+    Args:
+        path: Path of the file.
+        module: Syntax tree of the file.
+    """
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -92,7 +97,7 @@ class _Visitor(cst.CSTVisitor):
         self.module = module
         self.mutants: list[Mutant] = []
         self.skipped_calls = SKIPPED_CALLS | _message_functions(module)
-        self.statements: list[range] = []
+        self.statements: list[range] = []  # lines of each statement around the current node, the innermost last
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if self._is_skipped(node):

@@ -178,11 +178,13 @@ def _row(mutant: Any) -> dict[str, Any]:
 
 
 def _last_killed(output: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """Return the rows of the mutants that the last run killed, by `_key`."""
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     return {_key(row): row for row in rows if row["result"] in ("killed", "timeout")}
 
 
 def _key(row: dict[str, Any]) -> tuple[str, int, str]:
+    """Return file, line and diff, which identify a mutant in each run."""
     return row["file"], row["line"], row["diff"]
 
 
