@@ -55,7 +55,7 @@ def compare_model(work: Path, name: str, pool: Any) -> dict[str, Any]:
 
 
 def _figures(comparison: Any) -> dict[str, Any]:
-    """Return the figures of a comparison for the JSON file."""
+    """Return the figures of a comparison for the JSON file: differences, each with its tolerance, and counts."""
     name, difference, tolerance = comparison.worst_gradient
     return {
         "outputs": comparison.outputs,

@@ -40,6 +40,7 @@ class SharedRanksSession(Session):
     """A session that reuses its ranks, because the effects of these faults do not depend on new interpreters."""
 
     def fresh_ranks(self) -> AbstractContextManager[Ranks]:
+        """Return the ranks of the session instead of new ones."""
         return nullcontext(self.ranks)
 
 
@@ -98,7 +99,7 @@ def run_with_fault(session: Session, baseline: RetainedMemory, name: str | None,
 
 
 def run_all(work: Path, names: list[str]) -> Iterator[Row]:
-    """Yield a row for each fault, and for each phase without a fault."""
+    """Yield a row for each of phases 1, 2, 3 and 6 without a fault, and for each fault."""
     with open_session(work / "resumed", {}) as (session, baseline):
         for number in (1, 2, 3, _RESUME_PHASE):
             yield run_with_fault(session, baseline, None, number)

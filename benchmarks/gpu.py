@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """Number of timed training steps."""
+        """Return the number of timed training steps."""
         return 1 if self.is_tiny else _REPEATS
 
 

@@ -24,14 +24,14 @@ from typing import Any
 
 from measure import CKPTX, HERE, Step, Timing, parse_arguments, publish, table, time_rounds, timing_table
 
-WIDTH, LAYERS, ROWS = 2048, 32, 32000
-MODEL = {
+WIDTH, LAYERS, ROWS = 2048, 32, 32000  # of the model of the part `zero`; rows of its embedding
+MODEL = {  # config of the part `verl`
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1536, "intermediate_size": 4096,
     "num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128, "vocab_size": 32000,
     "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 FAULT_CASES = ("stage1", "stage2", "stage2_elastic", "stage3")
-FIXTURES = HERE.parent / "tools" / "build_deepspeed_fixtures.py"
+FIXTURE_SCRIPT = HERE.parent / "tools" / "build_deepspeed_fixtures.py"
 
 
 def write_zero(stage: int, out: Path) -> None:
@@ -165,7 +165,7 @@ def find_faults(work: Path) -> list[tuple[str, str, str, str]]:
     """Return for each small checkpoint what the tools and ckptx do, compared with the values of the engine."""
     rows = []
     for case in FAULT_CASES:
-        run_ranks(3, [FIXTURES, case, work])
+        run_ranks(3, [FIXTURE_SCRIPT, case, work])
         (step,) = (work / case).glob("global_step*")
         expected = _read(work / f"{case}.safetensors")
         names = {name for name in expected if not name.startswith("optimizer.")}

@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> Any:
-        """A new config object."""
+        """Return a new config object."""
         return self.config_class(**self.values)
 
 

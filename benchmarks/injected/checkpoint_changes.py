@@ -30,7 +30,7 @@ def matching_names(tensors: Tensors, end: str) -> list[str]:
 
 
 def transform(end: str, change: Change) -> CheckpointInjection:
-    """Change every tensor whose name ends with `end`; the shape remains the same."""
+    """Change every tensor whose name ends with the regular expression `end`; the shape remains the same."""
 
     def inject(tensors: Tensors, config: Config) -> None:
         for name in matching_names(tensors, end):
@@ -62,7 +62,7 @@ def scale_element(end: str, factor: float) -> CheckpointInjection:
 
 
 def exchange(a: str, b: str) -> CheckpointInjection:
-    """Exchange two groups of tensors; a group is all tensors whose names contain a string."""
+    """Exchange each tensor whose name contains `a` with the one that has `b` in its place."""
 
     def inject(tensors: Tensors, config: Config) -> None:
         names = [name for name in tensors if a in name]
@@ -182,7 +182,7 @@ def round_to_int8(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transform_rows(begin: int, end: int | None, change: Change) -> Change:
-    """Change the rows from `begin` to `end` (exclusive; None for the last row)."""
+    """Change the rows from `begin` to `end` (exclusive; None for all rows from `begin` on)."""
 
     def change_part(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.clone()

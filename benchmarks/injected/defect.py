@@ -27,9 +27,8 @@ class InjectionTarget(NamedTuple):
     ranks: TpRanks
 
 
-# Inject a defect into a checkpoint: change tensors and config in place. Or into the parallel model, by hooks.
-CheckpointInjection = Callable[[Tensors, Config], None]
-RuntimeInjection = Callable[[InjectionTarget], None]
+CheckpointInjection = Callable[[Tensors, Config], None]  # changes tensors and config of a checkpoint in place
+RuntimeInjection = Callable[[InjectionTarget], None]  # changes the parallel model in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class Defect:
     """One row of a table.
 
     Attributes:
-        model: Name of a model of `benchmarks.injected.models`, with its standard deviations.
+        model: Name of a model of `benchmarks.injected.models`, with its standard deviations; "" until `defects_of` sets
+            it.
         kind: "w" for weights of the checkpoint, "c" for its config, "w+c" for both, "runtime" for the parallel model,
             "clean" for no defect.
         name: Description of the defect.
@@ -57,12 +57,12 @@ class Defect:
 
     @property
     def key(self) -> str:
-        """Unique name, with the model."""
+        """Return the unique name, with the model."""
         return f"{self.model} | {self.title}"
 
     @property
     def title(self) -> str:
-        """Name in the table."""
+        """Return the name in the table."""
         return self.name if self.kind in ("runtime", "clean") else f"{self.kind}: {self.name}"
 
 
@@ -87,5 +87,5 @@ def runtime_defect(name: str, injection: RuntimeInjection, missed_reason: str = 
 
 
 def defects_of(model: str, *defects: Defect) -> list[Defect]:
-    """Set the model of defects."""
+    """Return the defects with this model."""
     return [replace(each, model=model) for each in defects]

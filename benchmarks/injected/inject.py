@@ -41,7 +41,11 @@ def inject_defect(defect: Defect) -> Iterator[None]:
 
 
 def find_module(target: InjectionTarget, end: str) -> nn.Module:
-    """Return the first module whose name ends with `end`; a wrapped module has the name of its wrapper."""
+    """Return the first module whose name ends with `end`; a wrapped module has the name of its wrapper.
+
+    Raises:
+        StopIteration: If there is none.
+    """
     return next(module for name, module in target.model.named_modules() if canonical_name(name).endswith(end))
 
 

@@ -111,7 +111,7 @@ def repeat_input_gradient_all_reduce(index: int) -> RuntimeInjection:
 
 
 def reduce_input_gradient(index: int, part: float) -> RuntimeInjection:
-    """Lose a part of the input gradient of a column-parallel module."""
+    """Lose the fraction `part` of the input gradient of a column-parallel module."""
 
     def inject(target: InjectionTarget) -> None:
         for module in sharded_linears(target, 0, index):
@@ -160,6 +160,14 @@ def skip_token_mask(target: InjectionTarget) -> None:
 def _replace_lookup(
     target: InjectionTarget, row_of: Callable[[torch.Tensor, int, int], torch.Tensor], *, is_masked: bool
 ) -> None:
+    """Replace the lookup of the token embedding, whose rows are sharded over the ranks.
+
+    Args:
+        target: The parallel model.
+        row_of: Returns the row in the local shard for each token id; its other arguments are the first row of this
+            rank and its number of rows.
+        is_masked: Use zeros for tokens whose rows another rank has, and leave the lookup of rank 0 unchanged.
+    """
     module, ranks = find_module(target, "embed_tokens"), target.ranks
 
     def make(stock: Forward) -> Forward:
