@@ -183,6 +183,7 @@ def _oracles_of_last_word(words: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _oracles_of_kind(kind: StateKind, words: Sequence[str], is_array: bool) -> tuple[str, ...]:
+    """Return the oracles of an item, given the words of its name from the one that denotes `kind`, in lower case."""
     last = words[-1]
     if kind == "optimizer":
         return _oracles_of_optimizer(words[1:] or [""], is_array)

@@ -157,9 +157,10 @@ class _StateClassifier:
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self.entries = entries
-        self._siblings: dict[ParentKey, set[str]] = {}
+        self._siblings: dict[ParentKey, set[str]] = {}  # parent -> last words of its items
         for entry in entries:
             self._siblings.setdefault(entry.parent, set()).add(entry.last_word)
+        # Each set has the parents whose items show that kind of state, such as the settings of a param group.
         self._param_group_parents = {
             parent
             for parent, names in self._siblings.items()

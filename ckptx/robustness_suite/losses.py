@@ -145,16 +145,21 @@ def _parse_loss(value: Any, subject: str) -> float:
 
 
 def check_losses(block: TrainerBlock) -> None:
-    """Check the pattern of the losses before the first run.
+    """Check the pattern of the losses before the first run; other formats have nothing to check.
 
     Raises:
-        UsageError: The pattern is not a valid regular expression, or lacks a group.
+        UsageError: See `_compile_pattern`.
     """
     if block.losses_kind == "regex":
-        _pattern(block)
+        _compile_pattern(block)
 
 
-def _pattern(block: TrainerBlock) -> re.Pattern[str]:
+def _compile_pattern(block: TrainerBlock) -> re.Pattern[str]:
+    """Compile the pattern of the losses.
+
+    Raises:
+        UsageError: The pattern is missing, is not a valid regular expression, or lacks a group.
+    """
     if block.pattern is None:
         raise UsageError(
             r"trainer.pattern: losses_kind: regex requires a pattern with the groups (?P<step>\d+) and (?P<loss>\S+)"
@@ -176,7 +181,7 @@ def _pattern(block: TrainerBlock) -> re.Pattern[str]:
 
 
 def _read_text(path: Path, block: TrainerBlock) -> Iterator[tuple[int, float]]:
-    pattern = _pattern(block).pattern
+    pattern = _compile_pattern(block).pattern
     text = _COLOR_CODE.sub("", read_small(path, MAX_INDEX_BYTES).decode("utf-8", "replace"))
     for number, step, loss in _match_lines(pattern, text.split("\n"), path):
         subject = f"{path}, line {number}"

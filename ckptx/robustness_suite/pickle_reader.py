@@ -70,7 +70,12 @@ class Leaf(NamedTuple):
 
 
 class PickleReader:
-    """Reader of an archive of `torch.save` or a plain pickle, in a file or a part of it."""
+    """Reader of an archive of `torch.save` or a plain pickle, in a file or a part of it.
+
+    Attributes:
+        subject: Subject of error messages.
+        root_value: Value of the whole pickle, not normalized.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from ckptx.robustness_suite.oracles import Items
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
 
 EventHandler = Callable[[Any], None]  # receives the trainer of the rank
-Logits = Sequence[NDArray[np.float32]]
+Logits = Sequence[NDArray[np.float32]]  # one array for each probe sample, [1, sequence length, vocabulary size]
 
 
 class RunSetup(NamedTuple):
