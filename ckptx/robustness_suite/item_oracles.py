@@ -255,7 +255,7 @@ class _StateClassifier:
         """
         if has_root(entry.words, self._roots.optimizer):
             return ("moments",) if entry.is_array or "state" in entry.words else ("other",)
-        if entry.item.shape is None or not (entry.item.is_parameter_by_default or entry.last_word in _PARAMETER_NAMES):
+        if entry.item.shape is None or not (entry.item.is_parameter_by_default or entry.words[-1] in _PARAMETER_NAMES):
             return ("other",)
         if self._roots.model:
             return ("model",) if entry.words[-1] in _PARAMETER_NAMES else ("other",)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import filecmp
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -353,16 +354,15 @@ PHASES: tuple[Phase, ...] = (
 def _merge_verdicts(findings: Findings) -> Findings:
     """Merge the verdicts of each oracle into one with all items that differ.
 
-    Its measurement is that of the first verdict that failed, else the one with the largest difference.
+    Its measurement is the largest one of the verdicts that failed, or of all if none did; NaN is above all numbers.
     """
     by_oracle: dict[str, list[Verdict]] = {}
     for each in findings.verdicts:
         by_oracle.setdefault(each.oracle, []).append(each)
     verdicts = []
     for oracle, group in by_oracle.items():
-        worst = next((each for each in group if each.ok is False), None) or max(
-            group, key=lambda each: -1.0 if each.value is None else each.value
-        )
+        failed = [each for each in group if each.ok is False]
+        worst = max(failed or group, key=_magnitude)
         verdicts.append(
             worst._replace(
                 oracle=oracle,
@@ -371,6 +371,13 @@ def _merge_verdicts(findings: Findings) -> Findings:
             )
         )
     return replace(findings, verdicts=verdicts)
+
+
+def _magnitude(verdict: Verdict) -> float:
+    """Return the measurement of a verdict: -1 if it has none, infinity for NaN."""
+    if verdict.value is None:
+        return -1.0
+    return math.inf if math.isnan(verdict.value) else verdict.value
 
 
 def _finite_verdicts(result: RunResult) -> list[Verdict]:

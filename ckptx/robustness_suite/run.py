@@ -6,9 +6,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptx.errors import CkptxError, OutputError, UsageError
 from ckptx.options.robustness import RobustnessOptions
@@ -58,8 +59,8 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
     else:
         _check_save_at(recipe)
         _check_sharded(recipe)
-    folder, is_temporary = _prepare_output(options.out)
-    created_folder = folder
+    output = _prepare_output(options.out)
+    folder = output.path
     try:
         report = _initial_report(recipe, path, overrides, fault_name, folder)
         report = replace(report, environment=environment())
@@ -97,12 +98,13 @@ def robustness(options: RobustnessOptions) -> RobustnessReport:
             log.note(f"--inject {fault_name}: no check failed; run the recipe without --set, or choose another fault")
     except BaseException as error:  # without a report, remove the output folder
         keeps_output = recipe.trainer is not None and isinstance(error, CkptxError)  # keep the output of the command
-        if is_temporary and not (keeps_output and any(created_folder.iterdir())):
-            shutil.rmtree(created_folder, ignore_errors=True)
-        elif not is_temporary and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if output.is_temporary and not (keeps_output and any(output.path.iterdir())):
+            shutil.rmtree(output.path, ignore_errors=True)
+        elif output.is_new:
+            with suppress(OSError):  # not empty, or already removed
+                output.path.rmdir()
         raise
-    if is_temporary and not report.exit:
+    if output.is_temporary and not report.exit:
         shutil.rmtree(folder, ignore_errors=True)
         report = replace(report, output_dir="")
     return stopwatch.stop(replace(report, notes=log.notes, first_failure=find_first_failure(report)))
@@ -246,21 +248,36 @@ def _memory_verdict(session: Session, baseline: RetainedMemory) -> Verdict:
     return Verdict("memory", len(RetainedMemory._fields) * len(session.memory_samples), differences)
 
 
-def _prepare_output(out: str | Path | None) -> tuple[Path, bool]:
-    """Return the output folder, and True if it is temporary and this process has to remove it."""
+class _OutputFolder(NamedTuple):
+    """Output folder of a run.
+
+    Attributes:
+        path: Path of the folder; the working directory on a rank that is told the folder of rank 0 later.
+        is_new: True if this process created the folder.
+        is_temporary: True if it is a temporary folder that this process has to remove.
+    """
+
+    path: Path
+    is_new: bool
+    is_temporary: bool
+
+
+def _prepare_output(out: str | Path | None) -> _OutputFolder:
+    """Return the output folder, and create it if it is missing."""
     if out is None:
         if is_launched() and not is_first_rank():
-            return Path(), False  # rank 0 creates the folder
-        return Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), True
+            return _OutputFolder(Path(), is_new=False, is_temporary=False)
+        return _OutputFolder(Path(tempfile.mkdtemp(prefix="ckptx-robustness-")), is_new=True, is_temporary=True)
     folder = Path(out)
     try:
         # Other ranks skip this check, as rank 0 may have written already.
         if is_first_rank() and folder.exists() and any(folder.iterdir()):
             raise OutputError(f"{folder}: already contains files; use another --out, or an empty folder")
+        is_new = is_first_rank() and not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written: {error.strerror}; use another --out") from error
-    return folder.resolve(), False
+    return _OutputFolder(folder.resolve(), is_new, is_temporary=False)
 
 
 def _initial_report(

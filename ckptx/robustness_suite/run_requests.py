@@ -95,7 +95,6 @@ class RunResult:
         shard_digests: Step -> for each rank, (parameter, shard) -> digest of the local bytes.
         logits: Logits of the probe samples at the end, in float32; None if they were not requested.
         sharded_counts: Number of parameters that are sharded over ranks, and number of all parameters.
-        wrapped_layers: Number of layers with activation checkpointing, maximum over ranks.
         notes: Notes for the user.
         measured_memory: Bytes of tensors at the peak of the last step, and between steps, maximum over ranks; None if
             not measured.
@@ -108,7 +107,6 @@ class RunResult:
     shard_digests: Mapping[int, Sequence[Mapping[tuple[str, str], str]]]
     logits: Logits | None
     sharded_counts: tuple[int, int]
-    wrapped_layers: int
     notes: Sequence[str]
     measured_memory: tuple[int, int] | None = None
 

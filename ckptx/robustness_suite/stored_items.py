@@ -315,7 +315,7 @@ def _read_bytes(file: ComparedFile, items: _ItemCollector) -> None:
         if file.name_prefix in (None, "model", "trainer_state")
         else oracles_of(file.name_prefix or "", False)
     )
-    items.add_file(file, file.relative_path, f"{FILE_PREFIX}{describe_file(file.path)}", oracles)
+    items.add_file(file, file.relative_path, describe_file(file.path), oracles)
 
 
 def _read_marker(file: ComparedFile, items: _ItemCollector) -> None:

@@ -143,7 +143,6 @@ def _train(rank_context: RankContext, request: RunRequest, trainer: Trainer, dat
         shard_digests={step: [digests for _, digests in by_rank] for step, by_rank in snapshots.items()},
         logits=logits,
         sharded_counts=(max(num_sharded for num_sharded, _ in sharded), max(count for _, count in sharded)),
-        wrapped_layers=max(all_gather_object(trainer.rank_model.checkpointed_layer_count)),
         notes=list(dict.fromkeys(note for each in all_gather_object(trainer.notes) for note in each)),
         measured_memory=_max_measured(all_gather_object(measured)) if request.measures_memory else None,
     )

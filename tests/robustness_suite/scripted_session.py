@@ -198,7 +198,6 @@ class ScriptedSession(Session):
             shard_digests={step: [held_shards(step, rank) for rank in range(world_size)] for step in looks},
             logits=[each + shift for each in final_logits(steps[-1])] if request.computes_logits else None,
             sharded_counts=(3, 4),
-            wrapped_layers=0,
             notes=[],
         )
         return self.changes[name](result) if name in self.changes else result

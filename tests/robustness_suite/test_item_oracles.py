@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -377,3 +378,12 @@ def test_a_setting_of_a_group_is_named_alone(key: str, has_schedule: bool, sched
     is_rate = key in ("lr", "initial_lr")
     may_be_schedule = is_rate and (not has_schedule or schedule_differs)
     assert ("scheduler" in of_group) == may_be_schedule
+
+
+def test_a_file_is_described_once_and_tensors_of_adapters_are_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.bin").write_bytes(b"12345")
+    adapter = {"blocks.0.lora_A": torch.ones(2, 2), "blocks.0.lora_B": torch.ones(2, 2)}
+    torch.save({"steps_so_far": 3, "adapter": adapter}, tmp_path / "anything.pt")
+    found = read_items(tmp_path)
+    assert found["other", "notes.bin"].startswith("file: 5 bytes ")
+    assert {name.rpartition(".")[2] for oracle, name in found if oracle == "model"} == {"lora_A", "lora_B"}

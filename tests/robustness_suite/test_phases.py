@@ -129,7 +129,7 @@ def test_a_note_of_a_run_gives_its_mesh(
     note = "the checkpoint was saved with another number of ranks"
     result = RunResult(
         losses={}, log_lines=[], start_items=[], items={}, shard_digests={}, logits=None, sharded_counts=(0, 0),
-        wrapped_layers=0, notes=[note], measured_memory=None,
+        notes=[note], measured_memory=None,
     )  # fmt: skip
     with ExitStack() as stack:
         session = session_with(f"[{layout}]", tmp_path, stack)

@@ -158,6 +158,33 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_run_that_fails_removes_the_folder_that_it_created_only(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OutputError("no space")
+
+    monkeypatch.setattr("ckptx.robustness_suite.run._initial_report", fail)
+    out = tmp_path / "out"
+    if exists:
+        out.mkdir()
+    with pytest.raises(OutputError, match="no space"):
+        ckptx.robustness("llama_tiny", out=out, device="cpu")
+    assert out.exists() is exists
+
+
+def test_another_rank_leaves_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --out it has no folder before rank 0 sends its own; its error must be the one that is raised."""
+    monkeypatch.setattr("ckptx.robustness_suite.run.is_launched", lambda: True)
+    monkeypatch.setattr("ckptx.robustness_suite.run.is_first_rank", lambda: False)
+    monkeypatch.setattr("ckptx.robustness_suite.run.environment", lambda **others: 1 / 0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        ckptx.robustness("llama_tiny", device="cpu")
+    assert tmp_path.exists()
+
+
 def test_phases_are_chosen_by_numbers_ranges_and_names() -> None:
     assert [each.number for each in select_phases("0-2,6")] == [0, 1, 2, 6]
     assert [each.number for each in select_phases("6, export")] == [4, 6]
