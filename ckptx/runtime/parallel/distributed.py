@@ -23,14 +23,15 @@ from ckptx.wording import counted
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")  # slowest to fastest: ranks of one tp group are consecutive
 DATA_DIMS = ("dp_replicate", "dp_shard")  # ranks that differ along these dims get different data
-_TIMEOUT = timedelta(minutes=10)
-_REPORT_TIMEOUT = timedelta(seconds=5)
-_FAILURE_REPORT_KEY = "ckptx: failure report"
+_TIMEOUT = timedelta(minutes=10)  # of joining the process group, and of each collective
+_REPORT_TIMEOUT = timedelta(seconds=5)  # a rank that lost a connection waits so long for a peer's failure report
+_FAILURE_REPORT_KEY = "ckptx: failure report"  # in the default store; the value is "EXIT_CODE:rank RANK: MESSAGE"
 # Raised by torch 2.11 and 2.13 for NCCL, sockets and stores. Without ConnectionError, which a download may raise.
 _CONNECTION_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _GLOO_ERROR_TEXTS = ("/gloo/transport/", "Gloo connectFullMesh failed")
 
-_meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}  # world group and mesh by layout and device type
+# (sizes of the mesh, device type) -> (default process group when the mesh was made, mesh)
+_meshes: dict[tuple[ParallelDims, str], tuple[Any, DeviceMesh]] = {}
 
 
 class RankContext(NamedTuple):
@@ -158,9 +159,9 @@ def destroy_process_groups() -> None:
 
 
 def mesh_of(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """Return the mesh of a layout with dims `MESH_DIMS`, without "dp_replicate" if there is one replica.
+    """Return the mesh of these sizes with dims `MESH_DIMS`, without "dp_replicate" if there is one replica.
 
-    Within one process group, the same layout always gives the same mesh object. A mesh has a group per dim, each with
+    Within one process group, the same sizes always give the same mesh object. A mesh has a group per dim, each with
     threads and connections of its own, which last as long as the process group: DTensor caches the groups of a mesh and
     uses them for every equal mesh.
 
@@ -263,7 +264,7 @@ def _is_connection_lost(error: BaseException) -> bool:
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each rank, on every rank; `group` as in `raise_on_all_ranks`."""
+    """Return the values of all ranks in the order of their ranks, on every rank; `group` as in `raise_on_all_ranks`."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values

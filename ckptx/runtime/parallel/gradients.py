@@ -1,7 +1,7 @@
 """Gradients of a step: summed over microbatches, averaged over data ranks, clipped by their norm over all ranks.
 
     plain                      whole on every rank, counted once
-    DTensor on tp              shards: the powers of their elements are summed over tp
+    DTensor on tp              shards: the powers |gradient|**norm_type of their elements are summed over tp
     DTensor on dp_shard        shards of FSDP2: summed over dp_shard
     DTensor on dp_shard, tp    summed over both; never over a mesh dim with replicas
     other pipeline stages      the sums of the stages are added over pp
@@ -29,7 +29,7 @@ from ckptx.runtime.torch_private import compute_norms, local_tensor, scale_all
 
 _EPSILON = 1e-6  # the value in torch's `clip_grads_with_norm_`
 
-_Groups = tuple[dist.ProcessGroup, ...]
+_Groups = tuple[dist.ProcessGroup, ...]  # over which a parameter is sharded, in the order of the mesh dims
 
 
 class NonFiniteGradients(CkptxError, RuntimeError):
@@ -158,7 +158,7 @@ def _named_parameters(parameters: nn.Module | Iterable[nn.Module] | Iterable[Ten
 
 
 def _sum_power_over_ranks(parameters: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of the powers of all gradient elements on all ranks, or for `inf` the largest absolute value.
+    """Return the sum of |gradient|**norm_type over all elements on all ranks, or for `inf` the largest absolute value.
 
     Every rank makes the same reductions in the same order, even if it lacks gradients: the groups to sum over
     follow from the parameters alone.
@@ -208,7 +208,7 @@ def _group_names(groups: _Groups) -> tuple[str, ...]:
 
 
 def _sharding_groups(parameter: Tensor) -> _Groups:
-    """Return the groups of ranks over which a parameter is sharded."""
+    """Return the process groups over which a parameter is sharded; empty if it is whole on this rank."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -227,7 +227,10 @@ def _shard_like(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _sum_local_power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the powers of all elements on this rank, or for `inf` the largest absolute value."""
+    """Return the sum of |gradient|**norm_type over all elements of these local shards, or for `inf` the largest.
+
+    Without elements, the result is 0.
+    """
     all_norms = [torch.zeros((), dtype=dtype, device=device)]
     for tensors in _group_by_device_and_dtype([each for each in gradients if each.numel()]):
         all_norms += [each.to(device) for each in compute_norms(tensors, norm_type, dtype)]

@@ -6,11 +6,12 @@ with another one.
 
     before      data ranks compare the names of their inputs; if these are equal, nothing else is done
                 modules that text alone does not call are gathered on every rank, and stay gathered
-    meanwhile   no rank gathers them or reduces their gradients, whichever modules it calls, and how often
+    during      no rank gathers these modules or reduces their gradients, whichever of them it calls, and how often
     after       zeros are added to their gradients, so that every rank has some; all ranks reduce them in one order
 
 No rank runs a tower on dummy inputs; adding zeros is exact, and so are the gradients. Modules that every rank calls may
-have parameters that only images reach (experts of their own): torch fills in their gradients, from 2.13 on.
+have parameters that only image tokens reach, such as experts for images; from 2.13 on, torch fills in zeros for their
+gradients on the other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ckptx.runtime.model.tiny_model import make_text_batch
 from ckptx.runtime.parallel.distributed import DATA_DIMS
 from ckptx.runtime.parallel.gradients import sync_gradients
 
-Batch = Mapping[str, Tensor | None]
+Batch = Mapping[str, Tensor | None]  # argument of the model's forward -> value; None counts as not passed
 
 
 class MixedInputs:
@@ -53,7 +54,7 @@ class MixedInputs:
         """
         self._model = model
         self._groups = _data_parallel_groups(model)
-        self._optional_units: list[FSDPModule] | None = None
+        self._optional_units: list[FSDPModule] | None = None  # units that text alone does not call; set by `prepare`
 
     @contextmanager
     def microbatch(self, batch: Batch, *, is_last: bool = True) -> Iterator[None]:
@@ -91,8 +92,11 @@ class MixedInputs:
     def inputs_differ(self, batches: Sequence[Batch]) -> bool:
         """Return True if the data ranks have different arguments; every data rank calls it.
 
-        The names of the arguments that are not None are compared, not their values. A model without FSDP2, or with one
-        data rank, returns False.
+        The names of the arguments that are not None are compared, not their values. The result is False for a model
+        without FSDP2, or with one data rank.
+
+        Args:
+            batches: Microbatches of this rank, in their order.
         """
         if not self._groups:
             return False
@@ -225,7 +229,7 @@ class _ZeroFunction(torch.autograd.Function):  # type: ignore[misc]
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of a module within the block; its hooks still run."""
+    """Replace the forward of a module within the block; the module's hooks still run."""
     original = vars(module).get("forward")
     module.forward = forward
     try:

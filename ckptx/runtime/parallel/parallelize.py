@@ -62,8 +62,9 @@ def parallelize(
         mesh: Mesh with the dims "tp" and "dp_shard", also "dp_replicate" for HSDP, and "pp" for a pipeline stage, whose
             layers are not resharded after forward.
         plan: TP plan from `find_plan`; required if "tp" has more than one rank, else ignored.
-        activation_checkpointing: none, full, submodule or selective.
-        scope: Group of layers with activation checkpointing: all, language, vision or audio.
+        activation_checkpointing: none, full, submodule or selective, see `activation_checkpointing.wrap`.
+        scope: Layers with activation checkpointing: all, or only those of the language model, or of the vision or audio
+            towers (language, vision, audio).
         compile: Compile each layer separately.
         mixed_precision: Mixed-precision policy of FSDP2; None computes in the dtype of the parameters.
 
@@ -126,7 +127,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisi
         return 0
     data_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
     policy = mixed_precision or MixedPrecisionPolicy()
-    layers, other_dtype_units = (
+    layer_units, other_dtype_units = (
         _join_modules_with_shared_parameters(_find_layers(model)),
         _join_modules_with_shared_parameters(_find_other_dtype_modules(model)),
     )
@@ -134,18 +135,18 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisi
     try:
         for unit in other_dtype_units:
             fully_shard(unit, mesh=data_mesh, mp_policy=own_dtype_policy, reshard_after_forward=reshard_after_forward)
-        for unit in layers:
+        for unit in layer_units:
             fully_shard(unit, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
         ) from error
-    return len(other_dtype_units) + len(layers) + 1
+    return len(other_dtype_units) + len(layer_units) + 1
 
 
 def _join_modules_with_shared_parameters(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Group modules that have parameters in common, in their order."""
+    """Return FSDP2 units: modules that have parameters in common are in one unit, every other module is its own."""
     units: list[tuple[list[nn.Module], set[int]]] = []
     for module in modules:
         parameter_ids = {id(parameter) for parameter in module.parameters()}
@@ -189,7 +190,7 @@ def _is_trainable(parameter: nn.Parameter) -> bool:
 
 
 def _find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of all groups, wrappers included, each once."""
+    """Return the layers of language model and towers, each once; for a wrapped layer, its wrapper."""
     layers_by_id: dict[int, nn.Module] = {}
     for layers in layer_groups(model).values():
         layers_by_id.update((id(layer.module), layer.module) for layer in layers)
@@ -197,7 +198,7 @@ def _find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def local_bytes(model: nn.Module) -> Mapping[torch.device, int]:
-    """Return the bytes of parameters and buffers on this rank, by device; shared ones count once."""
+    """Return device -> bytes of this rank's parameters and buffers on it; a tensor with several names counts once."""
     local_by_id: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         local = local_tensor(tensor)

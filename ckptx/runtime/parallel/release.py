@@ -9,7 +9,7 @@ from contextlib import suppress
 from torch import nn
 
 _M_MMAP_THRESHOLD = -3  # parameter of mallopt in glibc
-_MMAP_THRESHOLD_BYTES = 1 << 20  # an allocation of this size or more returns to the system when it is freed
+_MMAP_THRESHOLD_BYTES = 1 << 20  # (1 MiB) memory of an allocation of this size or more returns to the OS when freed
 
 
 def free_storage(model: nn.Module, shared_parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -30,7 +30,10 @@ def free_storage(model: nn.Module, shared_parameters: Iterable[nn.Parameter] = (
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def release_freed_memory() -> None:
-    """Make the C library return large freed tensors to the system immediately instead of keeping them for reuse."""
+def return_freed_memory_immediately() -> None:
+    """Make the C library return the memory of large tensors to the OS as soon as they are freed, from now on.
+
+    By default glibc raises the size from which it does so, up to 32 MiB. Without glibc nothing is changed.
+    """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

@@ -2,7 +2,7 @@
 
 (Shard(0) on dp, Shard(0) on tp)          sharded over dp first, and each dp shard over tp
 (_StridedShard(0) on dp, Shard(0) on tp)  FSDP within TP: sharded over tp first, in spite of the order of the mesh dims
-regions from the TP layer                 [q|k|v]: rows of q, then of k, then of v; FSDP shards their concatenation
+regions from `TensorParallelLayout`       [q|k|v]: rows of q, then of k, then of v; FSDP shards their concatenation
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptx.runtime.torch_private import dtensor_spec, local_tensor
 
 Spans = list[tuple[int, int]]  # (offset in the whole tensor, length) along one dim
 
-_TP = "tp"  # mesh dim of the regions from the TP layer
+_TP = "tp"  # mesh dim whose placement is ignored where regions from `TensorParallelLayout` describe its sharding
 
 
 class LocalShard(NamedTuple):
@@ -45,7 +45,8 @@ class MeshDimSharding(NamedTuple):
         dim: Sharded dim of the tensor.
         mesh_dim_size: Number of ranks along the mesh dim.
         rank: Rank of this process along the mesh dim.
-        groups: Number of equal groups along the dim, each sharded separately.
+        groups: Number of ceil-chunks into which the dim is divided first, each of which is sharded separately
+            (`split_factor` of `_StridedShard`); 1 for `Shard`.
     """
 
     dim: int
@@ -57,11 +58,12 @@ class MeshDimSharding(NamedTuple):
 def compute_local_shards(
     shape: Shape, shardings: Sequence[MeshDimSharding], local_regions: Sequence[Region] = ()
 ) -> tuple[list[LocalShard], Shape]:
-    """Return the shards of a rank, without empty ones, and the shape of its local tensor.
+    """Return the shards of the rank that `shardings` name, without empty ones, and the shape of its local tensor.
 
     Args:
         shape: Shape of the whole tensor.
-        shardings: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do.
+        shardings: Applied in this order, each in ceil-chunks as `torch.chunk` and DTensor do; empty if nothing is
+            sharded except by `local_regions`.
         local_regions: Regions to shard instead of the whole tensor, concatenated along the dim in which they differ;
             empty means the whole tensor.
 
@@ -88,7 +90,7 @@ def compute_local_shards(
 
 
 def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
-    """Return the spans of the concatenated regions along each dim."""
+    """Return for each dim the spans of the concatenated regions; one span in a dim in which they do not differ."""
     spans: list[Spans] = []
     for dim in range(ndim):
         dim_spans = [(region.offsets[dim], region.sizes[dim]) for region in local_regions]
@@ -101,7 +103,7 @@ def _find_spans(local_regions: list[Region], ndim: int) -> list[Spans]:
 
 
 def _select_part(spans: Spans, part_count: int, index: int) -> Spans:
-    """Return part number `index` of `part_count` of the concatenated spans."""
+    """Divide the concatenated spans into `part_count` ceil-chunks, and return the spans of chunk `index`, from 0."""
     begin, size = ceil_chunks(sum(size for _, size in spans), part_count)[index]
     selected_spans = []
     offset = 0  # of the span within the concatenation
@@ -128,8 +130,8 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
     Args:
         name: Name of the tensor, for error messages.
         tensor: A DTensor, or a plain tensor that is whole or made of `local_regions`.
-        local_regions: Regions of the whole tensor that TP left on this rank, before FSDP; empty if TP left nothing,
-            None if the placements of `tensor` describe all of its sharding.
+        local_regions: Regions of the whole tensor that TP gives to this rank, before FSDP; empty if TP gives it
+            nothing, None if the placements of `tensor` describe all of its sharding.
 
     Returns:
         The shards; empty if this rank has no element of the tensor.
@@ -156,7 +158,13 @@ def find_local_shards(name: str, tensor: Tensor, local_regions: Sequence[Region]
 
 
 def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSharding]:
-    """Return the shardings of a DTensor in the order in which they were applied."""
+    """Return the shardings of a DTensor in the order in which they were applied.
+
+    Args:
+        name: Name of the tensor, for error messages.
+        tensor: The DTensor.
+        skips_tp: Leave out the placement on mesh dim "tp".
+    """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedError(f"{name}: this rank is not in the mesh of the tensor; use only the ranks of the mesh")
@@ -174,7 +182,7 @@ def _find_shardings(name: str, tensor: Any, *, skips_tp: bool) -> list[MeshDimSh
         sharding = MeshDimSharding(dim % tensor.ndim, mesh.size(index), coordinate[index])
         groups = getattr(placement, "split_factor", 1)
         if groups > 1 and (skips_tp or groups == _count_shards_of_later_dims(tensor, index)):
-            inner.insert(0, sharding)  # FSDP inside TP
+            inner.insert(0, sharding)  # FSDP inside TP: applied after the mesh dims that follow this one
         else:
             outer.append(sharding._replace(groups=groups))
     return outer + inner
@@ -191,7 +199,7 @@ def _count_shards_of_later_dims(tensor: Any, index: int) -> int:
 
 
 def narrow_to(tensor: Tensor, region: Region) -> Tensor:
-    """Return a region of a tensor as a view."""
+    """Return a region of a plain tensor as a view."""
     for dim, (begin, size) in enumerate(zip(*region, strict=True)):
         tensor = tensor.narrow(dim, begin, size)
     return tensor

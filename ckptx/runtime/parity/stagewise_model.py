@@ -35,7 +35,7 @@ from ckptx.runtime.parallel.pipeline.run import (
     get_input_grads,
 )
 from ckptx.runtime.parallel.pipeline.ties import Tie, find_parameter
-from ckptx.runtime.parallel.release import free_storage, release_freed_memory
+from ckptx.runtime.parallel.release import free_storage, return_freed_memory_immediately
 from ckptx.runtime.parity import noise
 from ckptx.runtime.parity.divergence import OutputsByCall, record_outputs
 from ckptx.runtime.parity.execution import (
@@ -126,7 +126,7 @@ class StagewiseModel:
             }
             for each in microbatches
         ]
-        release_freed_memory()
+        return_freed_memory_immediately()
 
     def forward(self, on_logits: Callable[[ComputePass, Tensor], None], *, backward: bool) -> None:
         """Run all passes forward.
