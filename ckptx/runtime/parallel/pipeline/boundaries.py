@@ -4,8 +4,8 @@ No table lists what the layers of a class need from earlier layers, so it is mea
 the inputs and outputs of the layers and of the modules around them are recorded. Then each stage runs; wherever one of
 these modules gets another input (NaN, None, another value) than in the unsplit model, that place is a *required slot*,
 and the recorded value is injected there. A slot without which the whole stage still computes the right outputs is
-dropped. The remaining slots are what a stage needs from earlier stages; those that the previous stage does not have
-either must be sent to that stage, too.
+dropped. The remaining slots are what a stage needs from the previous stage; values that the previous stage does not
+have either must be sent to that stage, too.
 
 State that passes between layers other than as an argument, such as an attribute that one layer writes and another
 reads, is refused. `dry_run.dry_run_stages` then checks that the stages work with the values that they send each other.
@@ -44,7 +44,7 @@ from ckptx.runtime.parallel.pipeline.stage import (
 
 Batch = Mapping[str, Tensor]
 BatchKind = frozenset[str]  # argument names of a batch
-_CONTAINERS = (OrderedDict, dict, set, list)
+_CONTAINERS = (OrderedDict, dict, set, list)  # types of module attributes that `_shared_copy` copies itself if empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StageBoundaries:
     """The values that cross each boundary between the stages of a model.
 
     Attributes:
-        slots: For each stage, the slots that it receives from the previous stage; empty for the first.
+        slots: For each stage, the slots whose values it receives from the previous stage; empty for the first.
         output_structures: For each layer and each module after the last layer, by name: the structure of its output.
         slots_by_kind: The slots of each stage for each kind of batch, if kinds take different paths through the layers,
             as text skips a layer that attends to images. Empty if `slots` applies to all batches.
@@ -84,10 +84,12 @@ class BatchTrace(NamedTuple):
     """The calls and the output of the unsplit model for one batch.
 
     Attributes:
-        call_inputs: For each call, every input value by its path in the arguments.
+        call_inputs: For each call of a hooked module (see `find_hooked_modules`), every input value by its path in the
+            arguments.
         call_outputs: For each call of a layer, or of a module right before or after the layers, every output value by
-            its path in the output.
-        output: Tensor to compare, taken from the output of the model.
+            its path in the output. The modules around the layers are left out: a stage that lacks their last layers
+            returns NaN from them.
+        output: What `get_output` returns for the output of the model.
     """
 
     call_inputs: dict[Call, dict[Any, Any]]
@@ -106,7 +108,7 @@ def discover_boundaries(
         stages: Assignment of layers to stages.
         batches: Arguments for the forward, one batch per kind; inputs that no batch has (an image, a mask) are not
             covered.
-        get_output: Returns the tensor to compare, given the output of the model.
+        get_output: Returns the tensor that the last stage must compute as well, given the output of the model.
 
     Raises:
         UnsupportedError: The stages cannot compute what the model computes.
@@ -148,6 +150,9 @@ def _discover_common_boundaries(
         stages: See `discover_boundaries`.
         batches: See `discover_boundaries`.
         get_output: See `discover_boundaries`.
+
+    Raises:
+        UnsupportedError: No set of slots makes the stages compute what the model computes for all batches.
     """
     name = type(model).__name__
     with torch.no_grad():
@@ -184,9 +189,9 @@ def make_shared_stage(
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy with the same parameters and buffers."""
+    """Return a deep copy of a model that shares its parameters and buffers."""
     copies: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    # A module has a dozen dicts for hooks, most of them empty. `deepcopy` would take most of its time for these.
+    # A module has a dozen dicts for hooks, most of them empty. `deepcopy` would spend most of its time on these.
     for module in model.modules():
         for value in vars(module).values():
             if type(value) in _CONTAINERS and not value:
@@ -242,7 +247,15 @@ def _copy_leaves(values: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _StageProbe:
-    """A stage that is run repeatedly to find the slots that it requires."""
+    """A stage that is run repeatedly to find the slots that it requires.
+
+    Attributes:
+        model: The stage, from `make_shared_stage`.
+        stages: Assignment of layers to stages.
+        number: Number of the stage.
+        get_output: See `discover_boundaries`.
+        hooks: Hooks on `model`.
+    """
 
     model: nn.Module
     stages: StageMap
@@ -251,7 +264,15 @@ class _StageProbe:
     hooks: CallHooks
 
     def find_required_slots(self, batches: Sequence[Batch], traces: Sequence[BatchTrace]) -> tuple[BoundarySlot, ...]:
-        """Return a minimal set of slots that make the stage compute what the unsplit model does."""
+        """Return a minimal set of slots that make the stage compute what the unsplit model does.
+
+        Args:
+            batches: Batches that the unsplit model ran.
+            traces: Traces of the unsplit model, one per batch.
+
+        Raises:
+            UnsupportedError: The stage computes something else, whichever slots it gets.
+        """
         required_slots: dict[BoundarySlot, None] = {}  # an ordered set
         for batch, trace in zip(batches, traces, strict=True):
             self._add_required_slots(batch, trace, required_slots)
@@ -305,7 +326,9 @@ class _StageProbe:
     def _add_required_slots(self, batch: Batch, trace: BatchTrace, required_slots: dict[BoundarySlot, None]) -> None:
         """Run the stage, and add each slot whose value differs from the trace to `required_slots`.
 
-        The value of the trace is injected there, so that later calls get the right inputs.
+        The value of the trace is injected there, so that later calls get the right inputs. Inputs of stubs are not
+        compared, nor are arguments of the model that only the first stage gets. A recorded value that is not a tensor
+        is required only if the stage passes another value in its place, not if it passes none.
         """
         own_arguments = stage_arguments(self.number, batch)
         withheld_values = [value for name, value in batch.items() if name not in own_arguments]
@@ -328,13 +351,24 @@ class _StageProbe:
         self._run(batch, lambda call, arguments: before_call(call, arguments) if call[0] not in stubs else None)
 
     def _matches_trace(self, batch: Batch, trace: BatchTrace, slots: Any) -> bool:
-        """Return True if the stage computes what the unsplit model does, given these slots."""
+        """Return True if the stage computes what the unsplit model does, given the recorded values of these slots.
+
+        The outputs of all calls of its own modules must be identical, and on the last stage the output of the model.
+
+        Args:
+            batch: Batch that the unsplit model ran.
+            trace: Trace of the unsplit model for this batch.
+            slots: Slots to fill, a collection of `BoundarySlot`.
+
+        Raises:
+            UnsupportedError: A stub cannot replace its module.
+        """
         own_modules = {
             name
             for name, module in find_hooked_modules(self.model, self.stages).items()
             if not isinstance(module, Stub)
         }
-        pending_calls = {call for call in trace.call_outputs if call[0] in own_modules}
+        pending_calls = {call for call in trace.call_outputs if call[0] in own_modules}  # no identical output yet
 
         def after_call(call: Call, call_output: Any) -> None:
             values_by_path = dict(iter_leaves(call_output))
@@ -358,6 +392,7 @@ class _StageProbe:
 
 
 def _inject(call: Call, arguments: Arguments, slots: Any, values: Mapping[Call, Mapping[Any, Any]]) -> None:
+    """Set the slots of a call in its arguments to the values that `BatchTrace.call_inputs` recorded for them."""
     for slot in slots:
         if slot[:2] == call:
             set_value(arguments, slot.path, values[call].get(slot.path))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Arguments = dict[Any, Any]
+Arguments = dict[Any, Any]  # index or name of an argument -> value
 
 
 class PathStep(NamedTuple):
@@ -24,7 +24,7 @@ class PathStep(NamedTuple):
 
     Attributes:
         key: Key of a dict, or index into a tuple or list.
-        length: Number of items of the tuple or list; -1 for a dict.
+        length: Number of items of the tuple or list that `key` is an index into; -1 if `key` is a key of a dict.
     """
 
     key: Any
@@ -37,7 +37,7 @@ class BoundarySlot(NamedTuple):
     Attributes:
         module: Name of the module that is called, without wrappers (see `layers.canonical_name`).
         call: Number of earlier calls of this module in the same forward pass.
-        path: Path from the arguments to the value.
+        path: Path from the arguments to the value; its first key is the index or name of an argument.
     """
 
     module: str
@@ -73,7 +73,7 @@ def get_value(value: Any, path: tuple[PathStep, ...]) -> Any:
 
 
 def set_value(container: Any, path: tuple[PathStep, ...], value: Any) -> None:
-    """Set the value at a path; containers on the path that are None are created.
+    """Set the value at a path; containers on the path that are None or missing are created.
 
     Dicts are changed in place, as layers share them; tuples and lists are replaced by copies.
     """

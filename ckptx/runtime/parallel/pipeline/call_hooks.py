@@ -16,13 +16,14 @@ from ckptx.runtime.parallel.pipeline.stage import modules_on_layer_path
 from ckptx.runtime.torch_private import compiled_call, set_compiled_call
 
 Call = tuple[str, int]  # canonical name of a module, number of its earlier calls in this forward pass
-BeforeCall = Callable[[Call, Arguments], None]
-AfterCall = Callable[[Call, Any], None]
+BeforeCall = Callable[[Call, Arguments], None]  # gets the arguments, which it may change in place
+AfterCall = Callable[[Call, Any], None]  # gets the output of the call
 
 
 def find_hooked_modules(model: nn.Module, stages: StageMap) -> dict[str, nn.Module]:
-    """Return the modules to hook, by name: those around the layers, the layers, and those right before and after them.
+    """Return the modules to hook, by canonical name.
 
+    These are the modules around the layers (not the model itself), the layers, and those right before and after them.
     Modules that the model lacks are left out. For a wrapped module, the outermost wrapper is returned.
     """
     layer_lists = {stack.path for stack in stages.stacks}
@@ -41,13 +42,13 @@ class CallHooks:
     """
 
     def __init__(self, model: nn.Module, stages: StageMap) -> None:
-        self._calls: Counter[str] = Counter()
-        self._current_call: dict[str, int] = {}
+        self._calls: Counter[str] = Counter()  # module -> number of its calls in this forward pass
+        self._current_call: dict[str, int] = {}  # module -> index of its call that is running, from 0
         self._before_call: BeforeCall | None = None
         self._after_call: AfterCall | None = None
         self._handles: list[Any] = []
         for name, module in find_hooked_modules(model, stages).items():
-            pre_hook, post_hook = self._pre_hook(name), self._post_hook(name)
+            pre_hook, post_hook = self._make_pre_hook(name), self._make_post_hook(name)
             compiled = compiled_call(module)
             if compiled is not None:
                 self._handles.append(_CompiledCallHooks(module, compiled, pre_hook, post_hook))
@@ -61,7 +62,7 @@ class CallHooks:
 
         Args:
             before_call: Called with the arguments of each call; may change them in place.
-            after_call: Called with the output of each call.
+            after_call: Called with the output of each call; None for no callback.
         """
         self._calls.clear()
         self._before_call, self._after_call = before_call, after_call
@@ -75,7 +76,7 @@ class CallHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _pre_hook(self, name: str) -> Callable[..., Any]:
+    def _make_pre_hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._before_call is None:
                 return None
@@ -87,7 +88,7 @@ class CallHooks:
 
         return hook
 
-    def _post_hook(self, name: str) -> Callable[..., None]:
+    def _make_post_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._after_call is not None:
                 self._after_call((name, self._current_call[name]), output)

@@ -1,8 +1,9 @@
 """Runs the stages of a small model one after another in one process, and compares them with the unsplit model.
 
-`discover_boundaries` checks one call at a time. The dry run checks all of them together: the stages run with the values
-that they send each other, forward and backward. It finds state that passes between layers other than as an argument,
-gradients that would be lost between stages, and a backward pass that a zero-bubble schedule cannot split.
+`discover_boundaries` runs each stage alone, with values that were recorded from the unsplit model. In the dry run the
+stages run with the values that they send each other, forward and backward. It finds state that passes between layers
+other than as an argument, gradients that would be lost between stages, and a backward pass that a zero-bubble schedule
+cannot split.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ckptx.runtime.torch_private import stage_backward_input, stage_backward_wei
 
 _TOLERANCE = 1e-5  # relative to the largest element of a float32 gradient; adding in another order changes far less
 
-Gradients = dict[str, Tensor]
+Gradients = dict[str, Tensor]  # parameter name -> gradient; parameters without a gradient are missing
 
 
 def dry_run_stages(
@@ -49,11 +50,11 @@ def dry_run_stages(
         stages: Assignment of layers to stages.
         boundaries: Values that stages send each other.
         batches: Arguments for the forward of the model.
-        get_output: Returns the tensor to compare, given the output of the model.
+        get_output: Returns the tensor that must be the same with and without stages, given the output of the model.
         split_backward: Compute gradients of inputs and of weights separately, as zero-bubble schedules do.
 
     Raises:
-        UnsupportedError: The stages fail, or differ from the unsplit model.
+        UnsupportedError: A stage fails with a RuntimeError, or the stages differ from the unsplit model.
     """
     name = type(model).__name__
     runners = [
@@ -83,6 +84,7 @@ def dry_run_stages(
 
 
 def _loss(output: Tensor) -> Tensor:
+    """Return a scalar whose gradient depends on every element of the output."""
     return output.float().pow(2).mean()
 
 
@@ -92,7 +94,8 @@ def _forward(
     """Run all stages forward.
 
     Returns:
-        The inputs of each stage, the values that each stage but the last sends, and the tensor to compare.
+        The inputs of each stage (empty for the first), the values that each stage but the last sends, and what
+        `get_output` returns for the output of the last stage.
     """
     inputs_by_stage: list[tuple[Any, ...]] = [()]
     sent_by_stage: list[tuple[Any, ...]] = []
@@ -112,7 +115,15 @@ def _backward(
     *,
     split: bool,
 ) -> None:
-    """Run the backward passes from the last stage to the first."""
+    """Run the backward passes from the last stage to the first.
+
+    Args:
+        runners: All stages in ascending order.
+        inputs_by_stage: Inputs of each stage, as `_forward` returned them.
+        outputs_by_stage: Values that each stage sent, and for the last stage its loss.
+        split: Compute the gradients of all weights after those of all inputs. The first stage, whose inputs need no
+            gradient, is not split.
+    """
     weight_passes: list[Callable[[], Any]] = []
     for runner in reversed(runners):
         outputs, gradients = list(outputs_by_stage[runner.number]), None
@@ -142,6 +153,16 @@ def _collect_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 
 def _compare_gradients(name: str, expected_gradients: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Compare the gradients of the stages with those of the unsplit model; a missing gradient counts as zeros.
+
+    Args:
+        name: Class name of the model, for messages.
+        expected_gradients: Gradients of the unsplit model.
+        gradients: Gradients of the stages, by the same names.
+
+    Raises:
+        UnsupportedError: An element differs by more than the tolerance.
+    """
     for parameter, expected in expected_gradients.items():
         gradient = gradients.get(parameter)
         if gradient is not None and torch.equal(expected, gradient):

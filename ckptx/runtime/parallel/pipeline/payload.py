@@ -3,7 +3,7 @@
 The buffers of a pipeline are allocated once. A value whose shape differs between microbatches (features of any number
 of images, an optional mask) is padded to the largest shape, and its true shape is sent along:
 
-    header      (values, 1 + dims)      -1 for None, else 1; then the true shape
+    header      (values, 1 + _MAX_DIMS)     one row per value: -1 for None, else 1; then the true shape, padded with -1
     values      each of the shape of its `PayloadSlot`
 
 All of it is floating-point: before torch 2.13 every buffer of a pipeline gets gradients, which only floats can have.
@@ -22,15 +22,15 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parallel.pipeline.boundary_slots import BoundarySlot
 from ckptx.runtime.torch_private import is_view
 
-_MAX_DIMS = 8
-_NONE_MARK = -1
+_MAX_DIMS = 8  # of a value that can be sent
+_NONE_MARK = -1  # in the header: first column of the row of None; also in columns of dims that a value does not have
 
 
 class PayloadSlot(NamedTuple):
-    """The buffer for one value.
+    """The buffer for the value of one slot, or what one value requires of it.
 
     Attributes:
-        shape: Largest size of each dim over all microbatches.
+        shape: Size of each dim; of a merged slot the largest over all microbatches.
         dtype: Dtype of the value.
         requires_grad: True if gradients are sent back.
     """
@@ -50,7 +50,11 @@ class PayloadSlot(NamedTuple):
 def merge_payload_slots(
     slots: Sequence[BoundarySlot], microbatches: Sequence[Sequence[PayloadSlot | None]]
 ) -> tuple[PayloadSlot, ...]:
-    """Return one buffer per slot that is large enough for every microbatch.
+    """Return one buffer per slot that is large enough for every microbatch; an empty one if all its values are None.
+
+    Args:
+        slots: Slots between two stages, for messages.
+        microbatches: For each microbatch, what the value of each slot requires; None for a value that is None.
 
     Raises:
         UnsupportedError: The dtype or the number of dims of a slot differs between microbatches.
@@ -92,7 +96,7 @@ def make_payload_slot(slot: BoundarySlot, value: Any) -> PayloadSlot | None:
 
 
 def make_receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
-    """Return a payload without storage: the header and a tensor per slot, on the meta device."""
+    """Return the header and a tensor per slot, on the meta device, from which torch allocates its buffers."""
     header = torch.empty((len(slots), 1 + _MAX_DIMS), dtype=torch.float64, device="meta")
     values = (
         torch.empty(each.shape, dtype=each.wire_dtype, device="meta", requires_grad=each.requires_grad)
@@ -102,7 +106,13 @@ def make_receive_buffers(slots: Sequence[PayloadSlot]) -> tuple[Tensor, ...]:
 
 
 def pack(values: Sequence[Any], slots: Sequence[PayloadSlot], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the payload of one microbatch: contiguous tensors that share no memory with the sender's values."""
+    """Return the payload of one microbatch: contiguous tensors that share no memory with the sender's values.
+
+    Args:
+        values: Values of all slots, each a tensor or None.
+        slots: Slots from `merge_payload_slots`, in the same order.
+        device: Device of the payload.
+    """
     rows, tensors = make_header(values), []
     for value, payload_slot in zip(values, slots, strict=True):
         if value is None:
@@ -138,7 +148,7 @@ def unpack(
     """Return the values of one microbatch that were packed.
 
     Args:
-        payload: Received tensors.
+        payload: Received tensors: the header, then one per slot.
         slots: Slots that were passed to `pack`.
         rows: Rows of the header, from `make_header`; None reads them from the payload.
     """

@@ -54,7 +54,8 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
         """Create a stage that calls `run` for each microbatch.
 
         Args:
-            run: Called with the model as a callable, the received payload, and the index of the microbatch.
+            run: Called with the model as a callable, the received payload, and the index of the microbatch as a tensor
+                with one element.
             args: Arguments of `PipelineStage`.
             settings: Keyword arguments of `PipelineStage`.
         """
@@ -62,6 +63,7 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
         self._run = run
 
     def forward_maybe_with_nosync(self, *payload: Tensor, microbatch: Tensor) -> Any:
+        """Run the forward of one microbatch, whose index torch's schedule passes as a tensor with one element."""
         return self._run(super().forward_maybe_with_nosync, payload, microbatch)
 
     def _post_metadata_inference_cleanup(self) -> None:
@@ -69,7 +71,7 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
 
 
 class Pipeline:
-    """The stages of this rank.
+    """The stages of this rank, which run under a schedule together with those of the other ranks.
 
     Attributes:
         runners: The stages of this rank, in ascending order of their numbers.
@@ -106,19 +108,20 @@ class Pipeline:
         self.runners = [StageRunner(model, stages, number, boundaries) for number, model in sorted(models.items())]
         self._stages, self._schedule, self._group, self._device = stages, schedule, group, device
         self._ties, self._models = ties, dict(models)
-        self._batches: Sequence[Batch] = ()
-        self._loss: Loss | None = None
-        self._payload_slots: dict[int, tuple[PayloadSlot, ...]] = {}
-        self._current_schedule: tuple[Any, Any] = (None, None)
+        self._batches: Sequence[Batch] = ()  # microbatches of the step that is running
+        self._loss: Loss | None = None  # loss function of the step that is running
+        self._payload_slots: dict[int, tuple[PayloadSlot, ...]] = {}  # stage -> buffers for its inputs
+        self._current_schedule: tuple[Any, Any] = (None, None)  # shapes of the microbatches, torch's schedule for them
         self._mixed_inputs = [MixedInputs(runner.model) for runner in self.runners]
         for runner in self.runners:
             runner.model.forward = self._wrap_forward(runner, runner.model.forward)
         self._check_ties()
 
     def prepare(self, batches: Sequence[Batch]) -> None:
-        """Allocate buffers for microbatches of these shapes; every rank of the run calls it.
+        """Build torch's schedule, with buffers for microbatches of these shapes; every rank of the run calls it.
 
-        Without this call, the first `step` does it.
+        The microbatches run forward once, to measure the values between stages. Without this call, the first `step`
+        does all this.
         """
         self._get_schedule(batches)
 
@@ -128,7 +131,8 @@ class Pipeline:
         Gradients are added to those of earlier steps.
 
         Args:
-            batches: The microbatches, without labels; the same on every rank of the pipeline.
+            batches: The microbatches, without labels; the same on every rank of the pipeline. Only the first stage uses
+                floating-point inputs such as pixel values.
             loss: Returns the loss from the model's output and the index of the microbatch, scaled for the step:
                 gradients are those of the sum over the microbatches. The rank of the last stage calls it.
 
@@ -138,7 +142,8 @@ class Pipeline:
         Raises:
             UsageError: The inputs contain labels, or differ between ranks of the pipeline.
             UnsupportedError: A value between stages cannot be sent, or its dtype or number of dims differs between
-                microbatches.
+                microbatches. Or stage boundaries are unknown for a microbatch, or data ranks have different kinds of
+                inputs and the model cannot run on text alone.
         """
         self._check_inputs(batches)
         self._batches, self._loss = batches, loss
@@ -199,11 +204,15 @@ class Pipeline:
 
         Args:
             batch: The microbatch.
-            on_output: Called with each stage of this rank and the output of its model.
+            on_output: Called with each stage of this rank and the output of its model; None for no call.
 
         Returns:
-            For each stage, the shape and dtype (`PayloadSlot`) of each input that this rank sends or receives; an empty
-            list for the first stage, and for stages whose inputs this rank neither sends nor receives.
+            For each stage, the shape and dtype (`PayloadSlot`) of each input that this rank sends or receives, None for
+            an input that is None; an empty list for the first stage, and for stages whose inputs this rank neither
+            sends nor receives.
+
+        Raises:
+            UnsupportedError: A value between stages cannot be sent, or stage boundaries are unknown for the microbatch.
         """
         slots_by_stage: dict[int, list[PayloadSlot | None]] = {}
         values: tuple[Any, ...] = ()
@@ -226,7 +235,11 @@ class Pipeline:
         check_copies_are_equal(self._ties, self._models, self._group)
 
     def _check_inputs(self, batches: Sequence[Batch]) -> None:
-        """Refuse inputs with which training would silently be wrong."""
+        """Refuse inputs with which training would silently be wrong.
+
+        Raises:
+            UsageError: The inputs contain labels, or differ between ranks of the pipeline.
+        """
         if any("labels" in batch for batch in batches):
             raise UsageError(
                 "Pipeline.step: the inputs, which every stage gets, contain labels; only the loss may use them; pass "
@@ -235,7 +248,7 @@ class Pipeline:
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         for index, batch in enumerate(batches, 1):
             for name in sorted(batch):
-                if not batch[name].is_floating_point():  # pixels may exist on the first stage only
+                if not batch[name].is_floating_point():  # only the first stage uses others, such as pixel values
                     values = batch[name].to(self._device, torch.int64).flatten()
                     checksum += index * (values * torch.arange(1, len(values) + 1, device=self._device)).sum()
         bounds = torch.stack([checksum, -checksum])
@@ -310,7 +323,7 @@ class Pipeline:
     def _get_schedule(self, batches: Sequence[Batch]) -> Any:
         """Return torch's schedule, built again if on any rank the shape of an input changed since the last step.
 
-        An existing schedule cannot take other shapes, and its stages drop the gradients of FSDP2 when they begin.
+        A schedule has buffers of fixed shapes, and cannot run microbatches of other shapes.
         """
         signature = [{name: tuple(value.shape) for name, value in batch.items()} for batch in batches]
         is_new = torch.tensor(int(signature != self._current_schedule[0]), device=self._device)
@@ -322,7 +335,7 @@ class Pipeline:
         return self._current_schedule[1]
 
     def _measure_payloads(self, batches: Sequence[Batch]) -> None:
-        """Run the microbatches forward, without a schedule, and store the shapes of the values between stages."""
+        """Run the microbatches forward, without a schedule, and set `_payload_slots`; RNG states are kept."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             slots_by_batch = [self.run_one_batch(batch) for batch in batches]
@@ -336,6 +349,7 @@ class Pipeline:
                 )
 
     def _build_schedule(self, microbatches: int) -> Any:
+        """Return a new schedule of torch for this many microbatches of the shapes in `_payload_slots`."""
         stages = [
             self.stage_class(
                 self._make_microbatch_function(runner),
@@ -345,10 +359,10 @@ class Pipeline:
                 self._device,
                 input_args=make_receive_buffers(self._payload_slots[runner.number])
                 if runner.number
-                else torch.empty(1, dtype=torch.int64),
+                else torch.empty(1, dtype=torch.int64),  # the first stage gets the index of the microbatch
                 output_args=make_receive_buffers(self._payload_slots[runner.number + 1])
                 if runner.output_slots
-                else torch.empty(()),
+                else torch.empty(()),  # the last stage returns the loss
                 group=self._group,
             )
             for runner in self.runners
@@ -363,8 +377,8 @@ class Pipeline:
         return self._schedule.cls(
             stages if self._schedule.stages_per_rank > 1 else stages[0],
             n_microbatches=microbatches,
-            loss_fn=lambda output, _: output,
-            scale_grads=False,
+            loss_fn=lambda output, _: output,  # the output of the last stage is the loss
+            scale_grads=False,  # `loss` is scaled for the step, see `step`
         )
 
 

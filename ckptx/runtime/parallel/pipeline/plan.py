@@ -28,8 +28,8 @@ from ckptx.runtime.parallel.pipeline.schedules import Schedule, check_schedule, 
 from ckptx.runtime.parallel.pipeline.stage import make_stage
 from ckptx.runtime.parallel.pipeline.ties import Tie, find_ties_across_stages
 
-MakeBatches = Callable[[nn.Module], Sequence[Batch]]
-GetOutput = Callable[[nn.Module, Any], Tensor]
+MakeBatches = Callable[[nn.Module], Sequence[Batch]]  # model -> batches for it, one of each kind
+GetOutput = Callable[[nn.Module, Any], Tensor]  # see `get_output` of `plan_pipeline`
 BoundaryFinder = Callable[[nn.Module, StageMap, Schedule, MakeBatches, GetOutput], StageBoundaries]
 
 
@@ -42,7 +42,7 @@ class PipelinePlan:
         stages: Assignment of layers to stages.
         boundaries: Values that stages send each other.
         ties: Parameters that several stages share.
-        microbatches: Microbatches per step.
+        microbatches: Microbatches per step and data-parallel rank.
     """
 
     schedule: Schedule
@@ -53,11 +53,11 @@ class PipelinePlan:
 
     @property
     def names_of_copies(self) -> dict[str, str]:
-        """Name of each copy of a parameter that several stages share -> name of the parameter in the whole model."""
+        """Name of each copy of a parameter that several stages share -> its first name in the whole model."""
         return {name: tie.name for tie in self.ties for name in tie.copies.values()}
 
     def models(self, whole_model: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Module]:
-        """Return the stages of this rank by number, without storage, ready for `parallelize`.
+        """Make the stages of this rank: number -> model without storage, ready for `parallelize`.
 
         Args:
             whole_model: The model that was split, on the meta device; left unchanged.
@@ -97,7 +97,7 @@ class PipelinePlan:
 
 
 def make_text_batches(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return a batch of text, and a second one with padding if the class takes an attention mask."""
+    """Return a batch of text, and for a class with an attention mask a second one that masks the last three tokens."""
     batch = make_text_batch(model)
     if "input_ids" not in batch or "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return [batch]
@@ -132,13 +132,13 @@ def plan_pipeline(
         model: The whole model, on the meta device, before it is parallelized.
         config: Contents of its `config.json`.
         dims: Sizes of the mesh.
-        microbatches: Microbatches per step.
+        microbatches: Microbatches per step and data-parallel rank.
         schedule: Name of a schedule, see `schedules`.
         split: Rule or layer counts of the stages, see `ckptx.layout.stages`.
         activation_checkpointing: Mode that `parallelize` will get.
         make_batches: Returns batches for a small model of the class, one of each kind that training will use (with a
             mask, with an image); the stages send each other the values that these batches require.
-        get_output: Returns the tensor to compare, given a model and its output.
+        get_output: Returns the tensor that must be the same with and without stages, given a model and its output.
         find_boundaries: Finds the values that stages send each other; None means `find_boundaries_on_rank_0`.
         custom_code_dir: Directory of the custom code that the model was built from; None for a class of transformers.
 
@@ -175,7 +175,24 @@ def plan_pipeline_of_stacks(
     get_output: GetOutput,
     find_boundaries: BoundaryFinder | None = None,
 ) -> PipelinePlan:
-    """Plan a pipeline like `plan_pipeline`, for known layer stacks; `microbatches` None means one per stage."""
+    """Plan a pipeline like `plan_pipeline`, for a model whose layer lists are known.
+
+    Args:
+        model: See `plan_pipeline`.
+        stacks: Layer lists of the model in forward order; empty if they are unknown.
+        dims: See `plan_pipeline`.
+        microbatches: Microbatches per step and data-parallel rank; None means one per stage.
+        schedule: See `plan_pipeline`.
+        split: See `plan_pipeline`.
+        activation_checkpointing: See `plan_pipeline`.
+        make_batches: See `plan_pipeline`.
+        get_output: See `plan_pipeline`.
+        find_boundaries: See `plan_pipeline`.
+
+    Raises:
+        UnsupportedError: See `plan_pipeline`. Or there are several stages, and `stacks` is empty.
+        UsageError: See `plan_pipeline`.
+    """
     resolved_schedule = find_schedule(schedule)
     microbatch_count = microbatches or dims.pp * resolved_schedule.stages_per_rank
     check_schedule(
@@ -198,7 +215,11 @@ def plan_pipeline_of_stacks(
 def find_boundaries_on_rank_0(
     model: nn.Module, stages: StageMap, schedule: Schedule, make_batches: MakeBatches, get_output: GetOutput
 ) -> StageBoundaries:
-    """Return the boundaries that `find_and_check_boundaries` finds on rank 0; every rank calls it."""
+    """Return the boundaries that `find_and_check_boundaries` finds on rank 0; every rank of the run calls it.
+
+    Raises:
+        UnsupportedError: See `find_and_check_boundaries`; raised on every rank.
+    """
     own_boundaries = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
@@ -217,7 +238,19 @@ def find_and_check_boundaries(
     *,
     split_backward: bool = False,
 ) -> StageBoundaries:
-    """Return the values that stages must send each other, found with a small model and checked with a dry run of it."""
+    """Return the values that stages must send each other, found with a small model and checked with a dry run of it.
+
+    Args:
+        model: Whole model, whose class and config give the small model.
+        stages: Assignment of layers to stages.
+        make_batches: See `plan_pipeline`.
+        get_output: See `plan_pipeline`.
+        split_backward: Compute gradients of inputs and of weights separately in the dry run, as zero-bubble schedules
+            do.
+
+    Raises:
+        UnsupportedError: The stages cannot compute what the model computes.
+    """
     small_model = tiny_model(model.config, type(model))
     small_batches = make_batches(small_model)
     boundaries = discover_boundaries(small_model, stages, small_batches, lambda each: get_output(small_model, each))

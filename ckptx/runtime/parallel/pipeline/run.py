@@ -21,8 +21,8 @@ class StageRunner:
     Attributes:
         model: The stage, from `make_stage`; wrapped and sharded or not.
         number: Number of the stage.
-        input_slots: Slots that the previous stage fills.
-        output_slots: Slots whose values are sent to the next stage.
+        input_slots: Slots whose values the previous stage sends.
+        output_slots: Slots whose values are sent to the next stage; empty for the last stage.
     """
 
     def __init__(self, model: nn.Module, stages: StageMap, number: int, boundaries: StageBoundaries) -> None:
@@ -43,11 +43,15 @@ class StageRunner:
         Args:
             forward: The model, or its original forward if `model.forward` was replaced.
             batch: Arguments of the unsplit model.
-            values: Values from the previous stage, in the order of `input_slots`.
+            values: Values from the previous stage, in the order of `input_slots`; values of slots that this kind of
+                batch does not use are ignored.
 
         Returns:
             The output of the model (NaN except on the last stage), and the values to send, in the order of
-            `output_slots`.
+            `output_slots`; None for slots that this kind of batch does not use.
+
+        Raises:
+            UnsupportedError: The boundaries for this kind of batch are unknown.
         """
         slots = self._boundaries.slots_for(batch)
         received_slots, sent_slots = set(slots[self.number]), set(slots[self.number + 1] if self.output_slots else ())
@@ -67,7 +71,10 @@ class StageRunner:
 
 
 def clone_outputs(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the values to send, tensors as copies in the same graph, as no sent tensor may be a view."""
+    """Return the values to send, tensors as copies in the same graph.
+
+    torch's `stage_backward_input` detaches sent tensors in place, which torch refuses for a view.
+    """
     return tuple(each.clone() if isinstance(each, Tensor) else each for each in values)
 
 
@@ -82,7 +89,7 @@ def as_stage_inputs(values: Sequence[Any]) -> tuple[Any, ...]:
 def find_backward_roots(
     sent_values: Sequence[Any], gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the sent tensors that need gradients, and the gradients with which their backward pass begins.
+    """Return the sent tensors that require gradients, and the gradients with which their backward pass begins.
 
     Args:
         sent_values: Values that the stage sent.
@@ -97,7 +104,7 @@ def find_backward_roots(
 
 
 def get_input_grads(inputs: Sequence[Any]) -> list[Tensor | None]:
-    """Return the gradients that the backward pass left on the inputs of a stage; None where there is none."""
+    """Return for each input of a stage the gradient that its backward pass computed; None for an input without one."""
     return [each.grad if isinstance(each, Tensor) else None for each in inputs]
 
 

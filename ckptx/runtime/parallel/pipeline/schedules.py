@@ -22,8 +22,8 @@ class Schedule:
     Attributes:
         name: Name as torch spells it.
         stages_per_rank: Number of stages of each rank.
-        is_v_shaped: True if ranks have stages in the form of a V (0 and 3, 1 and 2) instead of a loop (0 and 2, 1 and
-            3).
+        is_v_shaped: True if the stages are assigned to the ranks in a V (with 2 ranks: 0 and 3, 1 and 2) instead of a
+            loop (0 and 2, 1 and 3).
         splits_backward: True if gradients of inputs and of weights are computed at different times ("zero bubble").
     """
 
@@ -40,24 +40,28 @@ class Schedule:
         return get_schedule_class(self.name)
 
     def stages_of(self, rank: int, pp: int) -> tuple[int, ...]:
-        """Return the numbers of the stages of a rank of the pipeline, in ascending order."""
+        """Return the numbers of the stages of a rank in a pipeline of `pp` ranks, in ascending order."""
         if self.is_v_shaped:
             return (rank, 2 * pp - 1 - rank)
         return tuple(range(rank, pp * self.stages_per_rank, pp))
 
     def rank_of(self, stage: int, pp: int) -> int:
-        """Return the rank within the pipeline that has a stage."""
+        """Return the rank that has a stage, within a pipeline of `pp` ranks."""
         return 2 * pp - 1 - stage if self.is_v_shaped and stage >= pp else stage % pp
 
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
-        """Return the fraction of a step in which a rank is idle, if all forward and backward passes take the same time.
+        """Return the fraction (0 to 1) of a step in which a rank is idle, if all stages take the same time.
 
         The zero-bubble schedules fill most of this with gradients of weights: for them it is an upper bound.
+
+        Args:
+            pp: Number of pipeline ranks.
+            microbatches: Microbatches per step.
         """
         return (pp - 1) / (self.stages_per_rank * microbatches + pp - 1)
 
 
-SCHEDULES = {
+SCHEDULES = {  # name in lower case -> schedule
     each.name.lower(): each
     for each in (
         Schedule("GPipe"),

@@ -28,7 +28,7 @@ OutputStructure = Any
 
 
 class FirstInputShape:
-    """Placeholder for a tensor with the shape and dtype of the first tensor that a module gets."""
+    """Marks a tensor in an `OutputStructure`: it has the shape and dtype of the first tensor that the module gets."""
 
 
 LIKE_FIRST_INPUT = FirstInputShape()
@@ -75,6 +75,7 @@ class Stub(nn.Module):  # type: ignore[misc]
         return _fill_with_nan(output_structure, first)
 
     def _run_on_meta(self, args: Any, kwargs: Any) -> Any:
+        """Return the output of the original on the meta device, cached by the shapes and dtypes of its inputs."""
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         key = tuple((tuple(each.shape), each.dtype) for each in tensors)
         if key not in self._cached_outputs:
@@ -160,7 +161,7 @@ def describe_output(output: Any) -> OutputStructure:
 
 
 def _stored_names(module: nn.Module) -> list[str]:
-    """Return the names of parameters and persistent buffers; a tied parameter has several."""
+    """Return the names of parameters and persistent buffers; a tied parameter is listed under each of its names."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return names + [name for name in module.state_dict(keep_vars=True) if name not in set(names)]
 

@@ -19,8 +19,8 @@ from ckptx.layout.stages import StageMap
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.torch_private import local_tensor
 
-_CHUNK_NUMEL = 1 << 22  # elements
-_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 22  # elements that `_checksum` converts to int64 at a time (32 MiB)
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype
 
 
 class Tie(NamedTuple):
@@ -66,9 +66,10 @@ def find_later_copies(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> l
 
 
 def take_gradients(ties: Sequence[Tie], models: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """Remove the gradients of earlier steps from all copies, and return one local gradient per tie, by its name.
+    """Remove the gradients of earlier steps from all copies on this rank, and return them: name of the tie -> gradient.
 
-    The gradients are already summed over stages, so those of all copies are equal.
+    They are already summed over stages, so those of all copies are equal, and one per tie is returned. A tie without
+    a copy on this rank, or without a gradient, is missing. The gradient of a DTensor is its local shard.
     """
     gradients = {}
     for tie in ties:
@@ -93,8 +94,8 @@ def sum_gradients(
     Args:
         ties: From `find_ties_across_stages`; the same on every rank.
         models: The stages of this rank, by number.
-        ranks_by_stage: Global rank of each stage of this pipeline.
-        group: Ranks of the pipeline; each calls this after its step, when FSDP2 has reduced.
+        ranks_by_stage: Stage -> global rank of the process of this pipeline that has it.
+        group: Ranks of the pipeline; each calls this after its step, when FSDP2 has reduced the gradients.
         earlier_gradients: Gradients from `take_gradients` before the step, which are added to the sum.
     """
     own_rank = dist.get_rank()
@@ -151,6 +152,11 @@ def check_copies_are_equal(ties: Sequence[Tie], models: Mapping[int, nn.Module],
 
     Gradients of copies with different shards could not be added shard by shard.
 
+    Args:
+        ties: From `find_ties_across_stages`; the same on every rank.
+        models: The stages of this rank, by number.
+        group: Ranks of the pipeline.
+
     Raises:
         InputError: Copies have different values; raised on every rank of the pipeline.
         UnsupportedError: Copies are sharded differently; raised on every rank of the pipeline.
@@ -195,7 +201,7 @@ def _describe_sharding(parameter: Tensor) -> str:
 
 
 def find_parameter(model: nn.Module, name: str) -> nn.Parameter:
-    """Return the parameter of a stage by one of its canonical names."""
+    """Return the parameter of a stage with this canonical name, which must exist."""
     return next(each for other, each in model.named_parameters(remove_duplicate=False) if canonical_name(other) == name)
 
 
