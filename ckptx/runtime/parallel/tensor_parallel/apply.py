@@ -42,9 +42,9 @@ class TensorParallelLayout:
         rank: TP rank of this process.
         decisions: Decision by parameter name; a tied parameter has its first name.
         shapes: Shape of each whole parameter, by the same names.
-        gathered_modules: Modules whose parameters are gathered around their forward pass.
-        gathered_outputs: Name of each module that runs on shards and gathers its output -> True if each of its shards
-            holds whole heads or parts.
+        gathered_modules: Paths of the modules whose parameters are gathered around their forward pass.
+        gathered_outputs: Path of each module that runs on shards and gathers its output -> False if a shard is known to
+            split a head or a fused part, else True.
         sharded_head: Name of the module whose output stays sharded over the vocabulary; empty for none.
     """
 
@@ -63,7 +63,7 @@ class TensorParallelLayout:
 
     @classmethod
     def merge(cls, layouts: Iterable[TensorParallelLayout | None]) -> TensorParallelLayout | None:
-        """Merge the layouts of the pipeline stages of one model; return None if all are None, as without TP."""
+        """Merge the layouts of this rank's stages of one model; return None if all are None, as without TP."""
         stage_layouts = [each for each in layouts if each is not None]
         if not stage_layouts:
             return None
@@ -104,7 +104,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
 
     Raises:
         UnsupportedError: A shard splits a head that the forward pass requires whole, or a layer does not match the
-            modules that `plan.sequence` names.
+            modules that `plan.sequence` names, or has others that may not get a slice of the sequence.
     """
     ranks = TpRanks.from_mesh(mesh)
     parameters = dict(model.named_parameters())
@@ -136,6 +136,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
 def find_gather_unit(name: str) -> str:
     """Return the path of the unit of a tensor: a module whose tensors either all run as shards, or are all gathered.
 
+    It is a child of a layer (of the first module in the path whose name is an index); outside of layers it is the module
+    that holds the tensor.
+
     Example:
         >>> find_gather_unit("model.layers.3.self_attn.q_proj.weight")
         'model.layers.3.self_attn'
@@ -160,6 +163,7 @@ def _decide_parameter_placement(
 
 
 def _make_tp_sharding(shape: tuple[int, ...], decision: PlacementDecision, tp: int) -> TpSharding | None:
+    """Return the sharding of a parameter that follows from the decision; None if it is replicated."""
     if decision.placement is None:
         return None
     return TpSharding(shape, decision.placement.dim, tp_regions(shape, decision.placement, tp))
@@ -202,6 +206,7 @@ def _shard_parameter(parameter: nn.Parameter, sharding: TpSharding, ranks: TpRan
 
 def _torch_placement(sharding: TpSharding) -> TorchPlacement:
     groups = len(sharding.regions[0])  # the first rank has a part of each group
+    # width of each group, summed over ranks
     widths = {sum(local[i].sizes[sharding.dim] for local in sharding.regions if len(local) > i) for i in range(groups)}
     if groups > 1 and len(widths) == 1:
         return StridedShard(sharding.dim, split_factor=groups)
@@ -252,6 +257,7 @@ def _can_run_on_shards(
 
 
 def _is_activation_parameter(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Return True for a parameter of an activation function, such as xIELU."""
     return type(modules[name.rpartition(".")[0]]).__module__ == "transformers.activations"
 
 
@@ -330,7 +336,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _find_gathered_outputs(
     plan: TpPlan, decisions: Mapping[str, PlacementDecision], gathered_modules: Iterable[str]
 ) -> dict[str, bool]:
-    """Return `TensorParallelLayout.gathered_outputs`, without the modules inside `gathered_modules`."""
+    """Return `TensorParallelLayout.gathered_outputs`, in which modules inside `gathered_modules` are left out."""
     gathered_outputs: dict[str, bool] = {}
     for name, decision in decisions.items():
         module = name.rpartition(".")[0]
@@ -347,6 +353,11 @@ def _refuse_split_heads(
     gathered_by_unit: Mapping[str, tuple[str, ...]],
     tp: int,
 ) -> None:
+    """Refuse shards that split a head, unless the unit is gathered or the style allows it.
+
+    Raises:
+        UnsupportedError: A parameter that the forward pass uses as shards is split inside a head.
+    """
     for name, decision in decisions.items():
         match = plan.rule_of(name)
         if (
@@ -364,7 +375,7 @@ def _refuse_split_heads(
 
 
 def _is_in_any_module(name: str, paths: Iterable[str]) -> bool:
-    """Return True if a parameter belongs to one of the modules."""
+    """Return True if a parameter belongs to one of the modules; the path of a module itself counts with a final dot."""
     return any(name.startswith(f"{path}.") for path in paths)
 
 

@@ -39,9 +39,9 @@ class RngStreams:
 
     def __init__(self, ranks: TpRanks) -> None:
         self._rank = ranks.rank
-        self._generator: torch.Generator | None = None  # the generator that is set to the own stream
-        self._own_seed = -1  # seed of the own stream; a generator with another seed was reset from outside
-        self._shared_state = torch.empty(0)
+        self._generator: torch.Generator | None = None  # the generator that was last set to the own stream
+        self._own_seed = -1  # seed of the own stream; a generator with another seed is not, or no longer, set to it
+        self._shared_state = torch.empty(0)  # state of the shared stream, which is restored after the own one
 
     @property
     def uses_own_stream(self) -> bool:
@@ -50,7 +50,10 @@ class RngStreams:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the state of a generator is no part of a graph
     def use_own_stream(self, device: torch.device) -> None:
-        """Switch to the rank's own stream, after drawing one number of the shared stream; no effect if it is in use."""
+        """Switch to the rank's own stream; no effect if it is in use.
+
+        Before, one number of the shared stream is drawn, so that the next own stream gets another seed.
+        """
         if self.uses_own_stream:
             return
         generator = default_generator(device)
@@ -203,8 +206,8 @@ def _use_shared_stream_after(module: nn.Module, streams: RngStreams) -> None:
 def _find_stream_ends(path: str, modules: Mapping[str, nn.Module], rowwise_paths: Iterable[str]) -> Iterator[str]:
     """Yield the paths of the modules whose end switches back to the shared stream after a colwise module.
 
-    These are the smallest module that contains it and a rowwise module, and its layer; "" (the model) if there is
-    neither.
+    These are the smallest module that contains both the colwise module and a rowwise one, and the layer of the colwise
+    module; "" (the model) if there is neither.
 
     Args:
         path: Path of the colwise module.
@@ -236,7 +239,10 @@ def _dropouts_on_sequence_slices(modules: Mapping[str, nn.Module], sharding: Seq
 
 
 def _check_states_on_first_pass(model: nn.Module, ranks: TpRanks) -> None:
-    """Make the model compare the generator states of the TP ranks before its first pass in training mode."""
+    """Make the model compare the generator states of the TP ranks before its first pass in training mode.
+
+    The pass raises a UsageError if they differ.
+    """
 
     def compare(module: nn.Module, *_: Any) -> None:
         if not module.training:

@@ -45,7 +45,7 @@ def qualified_name(cls: type) -> str:
 
 
 def find_forward_traits(model: nn.Module) -> ForwardTraits:
-    """Return the traits of the model's class from all of its rows; the defaults if it has no row."""
+    """Return the traits of the model's class, each from the first of its corrections that sets it; else the default."""
     cls = type(model)
     rows = filter_by_class(corrections_of_class(cls.__qualname__, cls.__module__).forward, cls.__qualname__)
     return ForwardTraits(

@@ -88,9 +88,10 @@ def _sharded_losses(logits: DTensor, targets: torch.Tensor, ignore_index: int) -
 
 
 class _CrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # torch says Any
-    """Cross entropy from [N, V / tp] and [N] to [N].
+    """Cross entropy from logits [N, V / tp] and targets [N] to losses [N].
 
-    Each rank has the gradient of its own logits: softmax minus one-hot.
+    Targets are indices into the whole vocabulary, of which `begin` is the first that this rank has. Each rank computes
+    the gradient of its own logits: softmax minus one-hot.
     """
 
     @staticmethod

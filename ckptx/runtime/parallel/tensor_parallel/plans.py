@@ -38,8 +38,8 @@ class TpPlan:
     Attributes:
         class_name: Class name of the model, for messages.
         sharding: Rules for `ckptx.layout.tensor_parallel_plan.decide_placement`.
-        origins: Pattern -> origin of the decision (`Rule.decided_by`, or "optimized plan"), for patterns that match a
-            parameter of this model.
+        origins: Pattern -> origin of the decision (`Rule.decided_by`, or "optimized plan"), for patterns whose rule
+            decides a parameter of this model.
         runnable_patterns: Patterns whose tensors the forward pass uses as shards; all others are gathered.
         sharded_head: Name of the module whose output stays sharded over the vocabulary; empty for none.
         reads_weight: Name of a module -> name of another module whose weight its forward reads.
@@ -60,7 +60,7 @@ class TpPlan:
 
     def style_of(self, module: str) -> str:
         """Return the style of the module itself; "replicate" if no rule matches it."""
-        match = self.sharding.find_rule(f"{module}._")
+        match = self.sharding.find_rule(f"{module}._")  # only a rule of the module matches this parameter name
         return match[1].style if match else "replicate"
 
     def runs_on_shards(self, parameter: str) -> bool:
@@ -86,7 +86,8 @@ def find_plan(
         names: Names of all parameters of the whole model, if `model` is a stage of it; None means those of `model`.
 
     Raises:
-        UsageError: No pattern of the user's plan matches a parameter, or it has an unknown style.
+        UsageError: No pattern of the user's plan matches a parameter, one names a module that has no weight, or the
+            plan has an unknown style.
         UnsupportedError: No pattern of the model's own plan matches a parameter, or it has an unknown style, or
             sequence parallelism is not verified for the class.
     """
@@ -140,7 +141,7 @@ class _BasePlan(NamedTuple):
 
     Attributes:
         plan: Overrides and the model's own plan.
-        source: "table" (of architectures), or "class" for the plan of the model's class.
+        source: "table" (of architectures), or "class" for the plan of the model's class, even if it has none.
     """
 
     plan: TensorParallelPlan
@@ -182,7 +183,7 @@ def _find_runnable_patterns(base_plan: _BasePlan, traits: ForwardTraits) -> froz
 
 
 def _is_confirmed(plan: TensorParallelPlan, pattern: str, style: str, runnable_patterns: frozenset[str]) -> bool:
-    """Return True if the plan has the same style for a pattern of the user, and its own pattern is runnable."""
+    """Return True if a base plan gives a pattern of the user the same style, by a pattern that is runnable."""
     match = plan.find_rule(pattern) or plan.find_rule(f"{pattern}._")
     return match is not None and match[1].style == style and match[0] in runnable_patterns
 

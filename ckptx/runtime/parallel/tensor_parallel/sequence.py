@@ -110,7 +110,7 @@ def shard_sequence(
 
 
 def install_gradient_sums(modules: Mapping[str, nn.Module], sharding: SequenceSharding, ranks: TpRanks) -> None:
-    """Sum the gradients of whole parameters in modules that get slices."""
+    """Sum over TP ranks the gradients of whole parameters in modules that get slices of the sequence."""
     for path in sharding.sliced_modules:
         sum_slice_gradients(modules[path], ranks)
 
@@ -130,7 +130,7 @@ def install_sequence_parallel(modules: Mapping[str, nn.Module], sharding: Sequen
 
 
 def sum_slice_gradients(module: nn.Module, ranks: TpRanks) -> None:
-    """Sum the gradients of a module with whole parameters that gets a slice of the sequence."""
+    """Sum over TP ranks the gradients of a module with whole parameters that gets a slice of the sequence."""
     styles.sum_partial_gradients(module, ranks)
 
 
@@ -256,6 +256,7 @@ def _find_sliced_modules(modules: Mapping[str, nn.Module], layer: str, full_modu
 
 
 def _is_tokenwise(module: nn.Module, path: str, layers: Iterable[str], names: Iterable[str]) -> bool:
+    """Return True if a module is known to compute each token independently: a norm, or one of `names` in a layer."""
     is_known = any(is_inside(path, f"{layer}.{name}") for layer in layers for name in names)
     return is_known or "Norm" in type(module).__name__
 
@@ -267,7 +268,11 @@ def _find_full_sequence_modules(
     sharded_modules: Collection[str],
     gathered_modules: Collection[str],
 ) -> Iterable[FullSequenceModule]:
-    """Yield the modules of one layer around which the sequence is gathered and split."""
+    """Yield the modules of one layer around which the sequence is gathered and split.
+
+    Raises:
+        UnsupportedError: The layer has a custom forward, or lacks a module that `plan.sequence` requires.
+    """
     assert plan.sequence is not None
     forward = type(modules[layer]).forward
     missing = [name for name in plan.sequence.whole if f"{layer}.{name}" not in modules]
@@ -297,8 +302,8 @@ def _has_partial_output(
 ) -> bool:
     """Return True if the output is a sum over ranks: only sharded projections use the hidden states.
 
-    Other parameters with one dim, such as a norm of queries, lie between projections. A router or a latent projection
-    is a replicated matrix, whose input and output are whole.
+    Parameters with one dim, such as those of a query norm, are between projections, and are ignored. A router or a
+    latent projection is a replicated matrix, whose input and output are whole: with one of them the result is False.
     """
     if any(is_inside(each, path) or is_inside(path, each) for each in gathered_modules):
         return False

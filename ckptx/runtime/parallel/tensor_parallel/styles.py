@@ -70,7 +70,7 @@ def install_colwise(
     """Shard the output features of a Linear.
 
     Args:
-        module: Linear with weight [O / tp, I].
+        module: Linear whose local weight is [O / tp, I].
         ranks: TP ranks.
         output: Form of the output: "sharded", "gathered", or "dtensor" (sharded, as a DTensor).
         is_sequence_parallel: True if the input was gathered along the sequence, which already sums its gradient.
@@ -98,10 +98,10 @@ def install_rowwise(
     """Shard the input features of a Linear: partial results are summed, then the bias is added once.
 
     Args:
-        module: Linear with weight [O, I / tp] and bias [O].
+        module: Linear whose local weight is [O, I / tp] and whose bias, if any, is whole.
         ranks: TP ranks.
-        splits_input: True if the input is whole.
-        is_sequence_parallel: True if the output is scattered along the sequence.
+        splits_input: True if the input is whole [.., I] and must be split; False if it is the slice [.., I / tp].
+        is_sequence_parallel: True if the sum is scattered along the sequence, so that the output is [B, S / tp, O].
     """
     original_forward = module.forward
 
@@ -297,7 +297,7 @@ def _sharded_parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
 
 
 def _own_bias(bias: torch.Tensor, ranks: TpRanks) -> torch.Tensor:
-    """Return this rank's part of a bias, which is whole if another module shares it."""
+    """Return this rank's slice of a bias; a bias that TP did not shard is split."""
     return to_local_shard(bias) if isinstance(bias, DTensor) else split(bias, 0, ranks)
 
 
