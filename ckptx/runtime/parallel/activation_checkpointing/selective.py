@@ -113,7 +113,7 @@ class DecisionLog:
     """Logs the decision for each operation once.
 
     Attributes:
-        logged_operations: Names of the operations whose decision was logged.
+        logged_operations: Names of the operations whose decision was logged, with overload: "aten.mm.default".
     """
 
     logged_operations: set[str] = field(default_factory=set)
@@ -145,7 +145,7 @@ class SelectivePolicy:
 
     Attributes:
         ops: Operations with their own policy.
-        decision_log: Log of the decisions of the forward pass; None for none.
+        decision_log: Log of the decisions of the forward pass; None to log none.
         product_counts: Number of matrix products so far, for the forward pass (False) and its recomputation (True).
     """
 

@@ -120,7 +120,8 @@ def checkpoint_activations(model: nn.Module, mode: str, scope: str = "all", *, c
     Args:
         model: A transformers model, or a pipeline stage of one.
         mode: One of `MODES`.
-        scope: One of `SCOPES`: the group of layers to checkpoint.
+        scope: One of `SCOPES`: the layers to checkpoint, those of the language model, of the vision or audio towers, or
+            all.
         compile: True if the layers will be compiled. In mode selective, compile the wrapper, not the module in it.
 
     Returns:
@@ -173,6 +174,7 @@ def shares_kv(model: nn.Module) -> bool:
 
 
 def _config_shares_kv(config: Any) -> bool:
+    """Return True if a config sets one of the keys by which layers share keys and values."""
     if (getattr(config, "num_kv_shared_layers", 0) or 0) > 0:
         return True
     # newer releases read this key; Mistral Large 4 has only this one
@@ -224,7 +226,7 @@ def _wrap_module(module: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
-    """Replace a layer by its wrapper unless it has one; return False if the layer is a list of sublayers (T5)."""
+    """Wrap a layer in place unless it is wrapped, and return True; a list of sublayers (T5) is not wrapped: False."""
     if is_layer_list(unwrap(layer.module)):
         return False
     if not isinstance(layer.module, CheckpointWrapper):
@@ -236,7 +238,7 @@ def _checkpoint_layer(model: nn.Module, layer: Layer, wrap: Wrap) -> bool:
 
 
 def _submodule_names(model: nn.Module) -> _SubmoduleNames:
-    """Return the usual names of submodules, and those that the model types in the model add."""
+    """Return the usual names of submodules, and those in the corrections of the model types in the configs."""
     types = {str(getattr(config, "model_type", "")) for config in _find_configs(model)}
     rows = [row for each in types for row in corrections_of(each).layer_parts]
     return _SubmoduleNames(
@@ -246,7 +248,7 @@ def _submodule_names(model: nn.Module) -> _SubmoduleNames:
 
 
 def _checkpoint_submodules(layer: nn.Module, names: Collection[str]) -> bool:
-    """Wrap the submodules of a layer with these names unless they are wrapped; return False if it has none."""
+    """Wrap the submodules of a layer with these names unless they are wrapped; return False if the layer has none."""
     children = [child for child in _iter_children(unwrap(layer)) if child.name in names]
     for child in children:
         if not isinstance(child.module, CheckpointWrapper):
