@@ -136,7 +136,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TpPlan) -> T
 def find_gather_unit(name: str) -> str:
     """Return the path of the unit of a tensor: a module whose tensors either all run as shards, or are all gathered.
 
-    It is a child of a layer (of the first module in the path whose name is an index); outside of layers it is the module
+    It is a child of a layer (of the first module in the path whose name is an index), or outside of layers the module
     that holds the tensor.
 
     Example:
