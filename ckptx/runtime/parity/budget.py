@@ -29,23 +29,24 @@ from ckptx.runtime.parity.distances import CHUNK_NUMEL
 from ckptx.runtime.parity.inputs.batch import Inputs
 from ckptx.wording import counted
 
-_PASSES = 1 + noise.NUM_DRAWS
+_PASSES = 1 + noise.NUM_DRAWS  # compute passes of the reference: one unchanged, the others with perturbed embeddings
 _LOGITS_COPIES = 4  # float32 copies of the logits of a batch: logits, softmax, gradient, perturbed logits
-_COMPARISON_BYTES = 40  # bytes: both in float64, their difference, its magnitude, and that without NaN
+# Bytes per compared element: both values in float64, their difference, its magnitude, and that without NaN.
+_COMPARISON_BYTES = 40
 _ALLOCATION_OVERHEAD = 1.05  # factor for gaps between tensors in memory
 _ACTIVATIONS_PER_FEATURE = 3  # activations for each input and output of a matrix: before, after, and what is between
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory of a model that runs stage by stage.
+    """Memory of a reference that runs stage by stage.
 
     Attributes:
         model: Model on the meta device, without wrappers.
         stacks: Lists of layers of the model.
-        batches: Microbatches of a step.
-        backward: Also compute gradients.
-        includes_checkpoint: The same process runs each stage of the checkpoint after that of the reference.
+        batches: Microbatches of a step, of all ranks.
+        backward: True if gradients are computed, too.
+        includes_checkpoint: True if the same process runs each stage of the checkpoint after that of the reference.
         advice: Other ways for the user to save memory.
     """
 
@@ -88,7 +89,7 @@ class MemoryBudget:
 
     @lazy_property
     def _named_parameters(self) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-        """Each parameter with all its names."""
+        """(all canonical names, parameter) of each parameter."""
         names_by_id: dict[int, list[str]] = {}
         parameters_by_id = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -103,6 +104,7 @@ class MemoryBudget:
 
     def peak_bytes(self, stages: StageMap) -> int:
         """Return the peak bytes with this assignment of layers to stages."""
+        # Bytes by stage: of all weights, of the largest parameter, and of the activations of one batch.
         weights, largest, activations = Counter[int](), Counter[int](), Counter[int]()
         tokens = max((each.labels.numel() for each in self.batches), default=0)
         for names, parameter in self._named_parameters:
@@ -113,22 +115,24 @@ class MemoryBudget:
                 if parameter.dim() > 1:
                     width = sum(parameter.shape[-2:]) * _ACTIVATIONS_PER_FEATURE
                     activations[stage] += tokens * min(width, parameter.numel()) * max(parameter.element_size(), 2)
-        shared, tied_gradient_bytes, last = Counter[int](), 0, stages.count - 1
+        # Stage -> bytes of the last stage, which is loaded in addition for a tied head.
+        head_stage_bytes, tied_gradient_bytes, last = Counter[int](), 0, stages.count - 1
         sums_batches = len(self.batches) > 1
         for tie in find_ties_across_stages(self.model, stages) if self.backward else ():
             parameter = next(each for names, each in self._named_parameters if tie.name in names)
             if len(tie.copies) == 2 and last in tie.copies:
-                shared[min(tie.copies)] = weights[last] - _bytes_of(parameter)  # both stages share its storage
+                # both stages share the storage of the parameter
+                head_stage_bytes[min(tie.copies)] = weights[last] - _bytes_of(parameter)
             else:
                 tied_gradient_bytes += _bytes_of(parameter) * _PASSES * len(self.batches)
         peaks = []
         for stage in range(stages.count):
-            reference_bytes = weights[stage] + activations[stage] + shared[stage]
+            reference_bytes = weights[stage] + activations[stage] + head_stage_bytes[stage]
             if self.backward:  # the largest may be tied: its gradient has two sources
                 reference_bytes += (
                     weights[stage] + largest[stage] + (weights[stage] if sums_batches else largest[stage])
                 )
-            checkpoint_bytes = (
+            checkpoint_bytes = (  # weights and gradients of the checkpoint, and gradients of the reference
                 3 * weights[stage] + activations[stage] if self.includes_checkpoint and self.backward else 0
             )
             peaks.append(max(reference_bytes, checkpoint_bytes))
@@ -142,7 +146,12 @@ class MemoryBudget:
         return int(total_bytes * _ALLOCATION_OVERHEAD)
 
     def _boundary_bytes(self, stages: StageMap, tokens: int) -> int:
-        """Return the bytes of hidden states and logits, which stay between stages."""
+        """Return the bytes of the hidden states between stages, and of the logits; 0 if the embedding is not known.
+
+        Args:
+            stages: Assignment of layers to stages.
+            tokens: Tokens of the largest batch.
+        """
         try:
             weight = getattr(self.model.get_input_embeddings(), "weight", None)
         except (AttributeError, NotImplementedError):  # an audio-only class, or one of another library

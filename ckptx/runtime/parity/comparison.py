@@ -4,8 +4,8 @@ Tolerances are measured, see `ckptx.runtime.parity.noise`. One that is as large 
 so a difference within it may be inconclusive:
 
     logits      inconclusive if the tolerance exceeds the standard deviation of the reference
-    gradients   inconclusive if the tolerance exceeds the largest absolute value of the reference; not judged if both
-                sides are zero up to the rounding of the module's gradients
+    gradients   inconclusive if the tolerance exceeds the largest absolute value of the reference; neither different
+                nor inconclusive if both sides are zero up to the rounding of the module's gradients
     loss        never inconclusive
 """
 
@@ -74,7 +74,15 @@ class RankParameter(NamedTuple):
     regions: Sequence[Region] | None
 
     def compare_gradient(self, whole: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Return the local part of its gradient, and its largest absolute difference from a whole gradient."""
+        """Compare the gradient with the reference.
+
+        Args:
+            whole: Gradient of the whole parameter.
+
+        Returns:
+            The local part of this parameter's gradient, and its largest absolute difference from the same part of
+            `whole`; 0 if this rank has no element.
+        """
         assert self.parameter.grad is not None
         local = _local(self.parameter.grad)
         shards = find_local_shards(self.name, self.parameter, self.regions)
@@ -95,7 +103,7 @@ class _GradientComparison(NamedTuple):
         distance: Largest absolute difference.
         tolerance: Tolerance of that difference.
         reference_magnitude: Largest absolute value in the gradient of the reference.
-        own_magnitude: Largest absolute value in the gradient of this rank.
+        own_magnitude: Largest absolute value in the gradient of this rank, which may be a shard.
         dtype: Dtype of both gradients.
         is_exact: True if both gradients have to be equal bit for bit.
         defect: Another defect, such as values that are not finite; empty for none.
@@ -124,7 +132,7 @@ class Comparison:
         differences: Differences beyond the tolerance.
         inconclusive: Tensors within a tolerance that is too large to reveal a defect.
         metrics: Values of the report, by key.
-        gradient_distances: Largest difference and tolerance of each gradient, by name in the model.
+        gradient_distances: Name in the model -> largest difference of that gradient on this rank, and its tolerance.
     """
 
     rank_context: RankContext
@@ -135,8 +143,8 @@ class Comparison:
     inconclusive: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     gradient_distances: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _pending: dict[str, list[RankParameter]] = field(default_factory=dict)
-    _reference_magnitudes: dict[str, float] = field(default_factory=dict)
+    _pending: dict[str, list[RankParameter]] = field(default_factory=dict)  # not compared yet, by name
+    _reference_magnitudes: dict[str, float] = field(default_factory=dict)  # largest absolute values, by name
     _gradient_comparisons: list[_GradientComparison] = field(default_factory=list)
 
     def compare_forward(self, expected: ReferenceResult | None, result: StepResult, first_batch: int) -> None:
@@ -147,7 +155,7 @@ class Comparison:
         Args:
             expected: Results of the reference; None on every rank but the first.
             result: Results of this rank.
-            first_batch: Index of this rank's first batch among all batches.
+            first_batch: Index of this rank's first batch among the batches of all ranks, which the reference ran.
         """
         summary = None
         if expected is not None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import log_softmax
 
-CHUNK_NUMEL = 1 << 16  # elements: the float64 intermediates of a chunk fit in the cache
+CHUNK_NUMEL = 1 << 16  # elements of a chunk, whose float64 intermediates fit in the cache of a CPU
 
 
 def nan_is_worst(value: float) -> tuple[bool, float]:
-    """Return a sort key by which NaN is the worst value; plain `max` ignores NaN unless it comes first."""
+    """Return a key for `max` by which NaN is the largest value; without a key, `max` keeps NaN only if it is first."""
     return math.isnan(value), value
 
 
@@ -45,7 +45,7 @@ def max_abs(tensor: torch.Tensor) -> float:
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean KL divergence of the distributions over the last dim, in nats."""
+    """Return the KL divergence of two sets of logits over their last dim, in nats, as the mean over all positions."""
     width = reference.shape[-1]
     tokens_per_chunk = max(1, CHUNK_NUMEL // width)
     chunks = (each.reshape(-1, width).split(tokens_per_chunk) for each in (reference, other))

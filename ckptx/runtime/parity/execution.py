@@ -29,8 +29,8 @@ class StepResult:
         logits: Full logits of each batch, (batch, length, vocabulary), or hidden states of a class without a head;
             empty on a rank without the last pipeline stage.
         loss: Mean over the batches; NaN on a rank without the last pipeline stage.
-        gradients: Gradients by canonical name, as the parameters store them; empty without a backward pass, if they
-            were passed to a callback, and for pipeline stages.
+        gradients: Gradients by canonical name, as the parameters store them (of a sharded parameter a DTensor); empty
+            without a backward pass, if they were passed to a callback, and for pipeline stages.
     """
 
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -54,7 +54,7 @@ def run_step(
         batches: Microbatches to run.
         backward: Also compute gradients.
         on_gradient: Called with the canonical name and each gradient as soon as it is complete. The gradient is then
-            released, and the result has none.
+            released, and the result has none. With None, the result has all gradients.
 
     Raises:
         UnsupportedError: The class returns nothing that can be compared, or cannot run on these inputs.
@@ -109,7 +109,12 @@ def translate_model_errors(model: nn.Module) -> Iterator[None]:
 def gradient_hooks(
     parameters: Mapping[str, nn.Parameter], on_gradient: Callable[[str, torch.Tensor], None] | None
 ) -> Iterator[None]:
-    """Pass the gradient of each parameter to a callback as it is accumulated, by the name given here, and drop it."""
+    """Pass the gradient of each parameter to a callback as soon as it is accumulated, and drop it.
+
+    Args:
+        parameters: Name for the callback -> parameter.
+        on_gradient: Called with the name and the gradient; None only if there are no parameters.
+    """
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
         def after(parameter: torch.Tensor) -> None:
@@ -159,7 +164,7 @@ OnOutput = Callable[[ModuleCall, torch.Tensor], None]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an activation, gathered if it is sharded: then every rank that has a shard must call it."""
+    """Return an activation; a DTensor is gathered, and every rank that has a shard of it must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -177,7 +182,8 @@ def module_hooks(model: nn.Module, on_output: OnOutput, excluded: Collection[str
 
     Args:
         model: Model whose modules are hooked; its own output is not passed.
-        on_output: Called with each call and the first tensor that it returned.
+        on_output: Called with each call and the first tensor that it returned; not called if that is not
+            floating-point, or if there is none.
         excluded: Canonical names of modules without a hook.
     """
     calls: Counter[str] = Counter()
@@ -242,13 +248,14 @@ def logits_or_hidden_states(model: nn.Module, output: Any) -> torch.Tensor:
 
 
 def compute_loss(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Return the next-token cross entropy if there are logits for it, else the mean square of all outputs."""
+    """Return a loss: next-token cross entropy for logits (batch, length, vocabulary), else the mean square."""
     if logits.dim() == 3 and logits.shape[:2] == inputs.labels.shape and logits.shape[-1] > int(inputs.labels.max()):
         return causal_lm_loss(logits, inputs.labels)
     return full_tensor(logits).float().pow(2).mean()
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:
+    """Return the first tensor in the output of a module, without searching nested containers; None if it has none."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):

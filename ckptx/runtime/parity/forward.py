@@ -69,7 +69,8 @@ def verify_run(reference: Path, checkpoint: Path, options: RunOptions, log: Log)
         log: Log that receives the notes for the user, the same on every rank.
 
     Returns:
-        The report, the same on every rank; its `exit` is 1 if anything differs.
+        The report, the same on every rank; its `exit` is 1 if anything differs, and with --strict if a result is
+        inconclusive.
 
     Raises:
         UnsupportedError: The class cannot run in this layout; the message names the reason.
@@ -209,6 +210,7 @@ def _run_checkpoint(
 
 
 def _config_differences(differences: Sequence[ConfigDifference]) -> list[dict[str, Any]]:
+    """Return the entries of the report for config differences that affect the comparison."""
     return [
         {"level": "config", "rank": 0, "name": each.key, "reference": each.reference, "checkpoint": each.checkpoint}
         for each in differences
@@ -217,12 +219,12 @@ def _config_differences(differences: Sequence[ConfigDifference]) -> list[dict[st
 
 
 def _drop_training_state(reasons: Mapping[str, str] | None) -> dict[str, str]:
-    """Drop optimizer and other training state from stored names that nothing reads."""
+    """Drop optimizer and other training state from unread stored names, mapped to the reasons; None counts as empty."""
     return {name: reason for name, reason in (reasons or {}).items() if reason not in (OPTIMIZER_STATE, OTHER_STATE)}
 
 
 def _select_uncompared(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Select the stored names without a known place in the model."""
+    """Select the unread stored names for which no better reason is known than that the model does not have them."""
     return {name: reason for name, reason in reasons.items() if reason in (NOT_IN_MODEL, UNKNOWN_TO_CLASS)}
 
 
@@ -236,7 +238,11 @@ def _added_tensor_differences(checkpoint: Mapping[str, str], reference: Mapping[
 
 
 def _is_exact(expected: ReferenceResult | None, rank_context: RankContext, options: RunOptions) -> bool:
-    """Return True if both sides do the same operations in the same order; pipeline stages reorder nothing."""
+    """Return True if both sides do the same operations in the same order; pipeline stages reorder nothing.
+
+    Only the value of the rank of the reference counts (see `Comparison.is_exact`); on others `expected` is None, and
+    the result False.
+    """
     if expected is None or not expected.is_repeatable or options.compile:
         return False
     return rank_context.world_size == options.dims.pp
@@ -271,7 +277,10 @@ def _compare_gradients(
 def _find_first_divergence(
     reference: ReferenceModel | None, model_under_test: ModelUnderTest, inputs: Inputs, *, is_exact: bool
 ) -> dict[str, Any] | None:
-    """Return the first divergence, on the first rank; every rank runs the same batch as the reference."""
+    """Return the first divergence on the rank of the reference, None if there is none; None on all other ranks.
+
+    Every rank of the mesh calls it; all run the same batch as the reference.
+    """
     with raise_on_all_ranks():
         checkpoint_outputs = (
             list(model_under_test.iter_module_outputs(inputs))

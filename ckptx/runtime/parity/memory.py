@@ -27,7 +27,8 @@ class MemoryLimits(NamedTuple):
     With one rank, a limit covers both models.
 
     Attributes:
-        whole: Limit if the reference is run as a whole.
+        whole: Limit if the reference is run as a whole, before the checkpoint is loaded; 0 if its gradients would not
+            fit next to the checkpoint afterwards.
         stagewise: Limit if it is run stage by stage, while the checkpoint and its gradients stay in memory.
     """
 
@@ -59,7 +60,7 @@ def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: Ran
 
 
 def advise_to_save_memory(facts: ModelFacts, options: RunOptions) -> list[str]:
-    """Return options that save memory, each with the bytes that the whole reference would take."""
+    """Return options that save memory, each with the memory of the whole reference, as phrases for error messages."""
     advice = []
     if options.backward:
         advice.append(

@@ -53,7 +53,7 @@ class ModelFacts(NamedTuple):
         names: Names of all parameters, with all names of tied ones.
         routing: Experts and routers of the model.
         takes_mask: True if `forward` has an `attention_mask`.
-        trained_names: Names of the parameters that get gradients, one for each.
+        trained_names: Names of the parameters that require gradients; a tied one has its first name only.
         compute_nbytes: Bytes of the parameters in the dtype of the computation.
         stored_nbytes: Bytes of the tensors that the checkpoint stores for the model.
     """
@@ -76,7 +76,7 @@ class ShardedMetaModel(NamedTuple):
     Attributes:
         model: Model on the meta device.
         parallelized: Result of `parallelize`.
-        stored_names: The names on disk of each tensor of the whole model.
+        stored_names: Name of each tensor of the whole model -> its names on disk.
     """
 
     model: nn.Module
@@ -103,7 +103,8 @@ class ModelLoader:
         path: Path of the checkpoint.
         fallback: Checkpoint whose config is used if `path` has none.
         options: Options of the run.
-        separate_names: Names tied on this side that get a parameter of their own, because the other side stores them.
+        separate_names: Names tied on this side that get a parameter of their own, because they have one on the other
+            side.
     """
 
     path: Path
@@ -264,15 +265,31 @@ class ModelLoader:
         return ShardedMetaModel(model, parallelized, stored)
 
     def load(self, model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None) -> LoadReport:
-        """Load values with `load_from` and the ties of this side."""
+        """Load values with `load_from`.
+
+        A parameter that the checkpoint stores only under a name that its config ties to it gets the value of that name.
+
+        Args:
+            model: Model or stage with storage.
+            source: The open checkpoint of this side.
+            regions: Function from a parameter name to the regions of this rank, see `ShardedMetaModel`; None without
+                TP.
+        """
         return load_from(model, source, regions=regions, tied=source.find_tied_names())
 
     def find_differences(
         self, model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None
     ) -> tuple[list[str], dict[str, str]]:
-        """Return names of loaded parameters that differ from this side, and stored names that the model lacks.
+        """Compare a model that was loaded from the other side with this side.
 
-        The second value maps each stored name to the reason.
+        Args:
+            model: Model or stage with the values of the other side.
+            source: The open checkpoint of this side.
+            regions: See `load`.
+
+        Returns:
+            Names of the parameters that are not byte for byte what `load` would read from this side, and name on disk
+            of each tensor of this side that the model does not read -> reason.
         """
         tied = source.find_tied_names()
         return (
@@ -311,8 +328,9 @@ def make_loaders(
 def compare_stored_dtypes(reference: ModelLoader, checkpoint: ModelLoader) -> list[dict[str, Any]]:
     """Compare the stored dtypes of both sides; see `find_dtype_differences`.
 
-    A tied name that the reference lacks is compared with the tensor that it is tied to. Names are those of the model,
-    so `disk_architecture` decides which dtypes may differ, and not the architecture with the names of a trainer.
+    A tied name that the reference does not store is compared with the tensor that it is tied to. Names are those of the
+    model, even for a checkpoint with the names of a trainer; so `disk_architecture`, which has them, decides which
+    dtypes may differ.
     """
     with reference.open_checkpoint() as first, checkpoint.open_checkpoint() as second:
         stored_as = first.find_tied_names().items()

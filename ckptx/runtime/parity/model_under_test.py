@@ -31,15 +31,15 @@ class LoadRecord:
     """Results of loading, on this rank.
 
     Attributes:
-        stored_names: Names on disk of each tensor of the whole model.
+        stored_names: Name of each tensor of the whole model -> its names on disk.
         architecture: Name of the model class.
         dtypes: Dtypes of the parameters, such as "bfloat16".
-        wrapped_layers: Layers of this rank that recompute activations.
+        wrapped_layers: Number of layers of this rank that recompute activations.
         gathered_modules: Name of a module of this rank that did not run on its TP shards alone -> what was gathered
-            ("parameters" or "output"), and True if the shards are aligned.
-        sharded_parameters: Parameters of this rank that TP shards.
-        loaded_names: Names of the loaded tensors.
-        differing_names: Names of loaded tensors that differ from the reference.
+            ("parameters" or "output"), and False if a shard is known to split a head or a fused part, else True.
+        sharded_parameters: Number of parameters of this rank that TP shards.
+        loaded_names: Names in the whole model of the loaded tensors.
+        differing_names: Names of loaded tensors that are not byte for byte those of the reference.
         unread_names: Stored name that no model part of this rank reads -> reason; None before the first part.
         reference_only_names: Stored name of the reference that no model part of this rank reads -> reason; None before
             the first part.
@@ -78,7 +78,7 @@ class LoadRecord:
             copies: Name of a copy of a tied parameter -> name in the whole model.
 
         Raises:
-            InputError, UnsupportedError: See `load_from`.
+            InputError, UnsupportedError: See `ckptx.runtime.checkpointing.load.load`.
         """
         materialize(meta_model.model, device)
         with loader.open_checkpoint() as source:
@@ -118,8 +118,9 @@ class ModelUnderTest(Protocol):
 
     Attributes:
         record: Results of loading.
-        tied_copies: Names of parameters with a copy on several stages, whose gradients are summed in another order.
-        is_resident: True if all gradients exist at the same time.
+        tied_copies: Names of parameters with a copy on several stages, whose gradients are summed in another order than
+            in the reference.
+        is_resident: True if the model stays in memory with all gradients; False if it is loaded stage by stage.
     """
 
     record: LoadRecord
@@ -142,12 +143,13 @@ class ModelUnderTest(Protocol):
     def parameters_of_stage(self, number: int) -> Iterator[Iterator[RankParameter]]:
         """Yield the parameters of one stage with their gradients, within the block.
 
-        Stages are numbered from the last. A model whose gradients exist all at once yields everything for number 0.
+        Stages are numbered from the last: 0 is the last stage. A resident model yields everything for number 0, and
+        nothing for others; any other model loads the stage and runs it backward first, so numbers must ascend.
         """
         ...
 
     def iter_module_outputs(self, inputs: Inputs) -> Iterator[OutputsByCall]:
-        """Yield the outputs of module calls, part by part, in the order of the model."""
+        """Yield the outputs of module calls, stage by stage from the first; with a pipeline, on the first rank only."""
         ...
 
 

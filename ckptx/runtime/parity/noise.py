@@ -1,7 +1,7 @@
 """Measure how much a model's own rounding changes its results: the tolerance for sums in another order.
 
 Every embedding element is perturbed by one unit in the last place (ULP), up or down at random. The change of logits,
-loss and gradients is what any computation with these weights may differ by, so nobody has to choose a tolerance.
+loss and gradients, the noise, shows by how much correct computations with these weights may differ.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from ckptx.runtime.model.layers import canonical_name
 
-NUM_DRAWS = 3
+NUM_DRAWS = 3  # runs with different perturbations; the noise is the largest change in any of them
 NOISE_MULTIPLE = 8  # tolerance, in multiples of the noise
 
-_CHUNK_NUMEL = 1 << 16  # elements
-_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 16  # elements that are perturbed at a time
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype
 
 
 def find_embeddings(model: nn.Module) -> dict[str, str]:
@@ -41,7 +41,7 @@ def perturb_embeddings(model: nn.Module, draw: int, embeddings: Mapping[str, str
 
     Args:
         model: Model with storage, or a part of one.
-        draw: Seed of the steps; those of an embedding depend on this and its first name only.
+        draw: Seed of the steps up or down; the steps of an embedding depend on this seed and its first name only.
         embeddings: Result of `find_embeddings` for the whole model; None if `model` is whole.
     """
     first_names = find_embeddings(model) if embeddings is None else embeddings
@@ -63,7 +63,7 @@ def _make_step_generator(name: str, draw: int) -> torch.Generator:
 
 
 def rounding_tolerance(dtype: torch.dtype, magnitude: float) -> float:
-    """Return the tolerance for values of this magnitude: rounding alone may change a sum by this much."""
+    """Return `NOISE_MULTIPLE` rounding errors of a value of this magnitude: a change that rounding alone may cause."""
     return float(NOISE_MULTIPLE * torch.finfo(dtype).eps * magnitude)
 
 
@@ -104,5 +104,6 @@ def _perturb(
 
 
 def _can_perturb(chunk: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the elements that are finite, normal, and smaller in magnitude than the largest number."""
     info = torch.finfo(chunk.dtype)
     return chunk.isfinite() & (chunk.abs() >= info.tiny) & (chunk.abs() < float(info.max))

@@ -65,15 +65,15 @@ def add_notes(
 
 
 def unread_notes(unread_tensors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a note for each reason, with the names of the stored tensors that no part of the model reads.
+    """Yield a note for each side and reason, with names of the stored tensors that no part of the model reads.
 
     Args:
         unread_tensors: Result of `ckptx.runtime.parity.run_report.list_unread_tensors`.
     """
-    groups: dict[tuple[str, str], list[str]] = {}
+    names_by_reason: dict[tuple[str, str], list[str]] = {}
     for each in unread_tensors:
-        groups.setdefault((" and the ".join(each["stored_in"]), each["reason"]), []).append(each["name"])
-    for (sides, reason), names in groups.items():
+        names_by_reason.setdefault((" and the ".join(each["stored_in"]), each["reason"]), []).append(each["name"])
+    for (sides, reason), names in names_by_reason.items():
         verb = "holds" if " and " not in sides else "hold"
         tensors = counted(len(names), "tensor")
         yield f"the {sides} {verb} {tensors} that the model does not read: {_list_some(names)} ({reason})"

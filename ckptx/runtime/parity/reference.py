@@ -43,8 +43,9 @@ def make_reference(
         rank_context: Context of the rank that runs it.
 
     Raises:
-        SpaceError: It exceeds the limit with any number of stages; the message names the smallest sufficient limit.
-        UnsupportedError: It has to be split into stages, and cannot be.
+        SpaceError: The reference exceeds the limit with any number of stages; the message names the memory that it
+            requires.
+        UnsupportedError: The reference has to be split into stages, and cannot be.
     """
     options = loader.options
     limits = memory.find_memory_limits(facts, options, rank_context)
@@ -125,7 +126,7 @@ class WholeReference(ReferenceModel):
     rank_context: RankContext
     backward: bool
     partition: StagePartition | None = None
-    _gradients: list[ReferenceGradient] = field(default_factory=list)
+    _gradients: list[ReferenceGradient] = field(default_factory=list)  # of `forward`, until `gradients` yields them
 
     def forward(self) -> ReferenceResult:
         """Run the model unchanged and perturbed; of perturbed gradients, only the largest difference is kept."""
@@ -164,7 +165,7 @@ class WholeReference(ReferenceModel):
         yield outputs, perturbed_outputs
 
     def _is_repeatable(self, model: nn.Module, result: StepResult) -> bool:
-        """Return True if the device gives the same bits again."""
+        """Run the model again, and return True if logits, loss and gradients equal those of `result` bit for bit."""
         differing_names: list[str] = []
 
         def compare(name: str, gradient: Tensor) -> None:
@@ -257,6 +258,7 @@ def _open_stage(
     number: int,
     shared: Mapping[str, nn.Parameter],
 ) -> nn.Module:
+    """Build and load one stage of the reference; see `stagewise_model.StageOpener`."""
     with loader.open_checkpoint() as source:
         model = loader.build_meta_model(source)
         make_stage(model, partition.stages, number, partition.boundaries.output_structures, device)

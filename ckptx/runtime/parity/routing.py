@@ -18,7 +18,8 @@ from ckptx.runtime.model.layers import canonical_name
 
 # Parameters of `forward` with the experts of each token, (tokens, experts per token).
 _INDEX_PARAMETERS = ("top_k_index", "router_indices", "selected_experts")
-_ROUTER_SUFFIXES = ("Router", "Gating")  # the last word of a class
+_ROUTER_SUFFIXES = ("Router", "Gating")  # the class name of a router ends with one of these
+# Config keys with the number of experts per token.
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
@@ -26,8 +27,10 @@ class Routing(NamedTuple):
     """Experts and routers of a model.
 
     Attributes:
-        expert_counts: Modules whose `forward` takes the experts of each token -> number of experts.
-        score_routers: Routers that return a score per expert, where no module takes the choice -> number of scores.
+        expert_counts: Canonical name of each module whose `forward` takes the experts of each token -> number of its
+            experts.
+        score_routers: Canonical name of each router that returns a score per expert, in blocks where no module's
+            `forward` takes the chosen experts -> number of scores.
     """
 
     expert_counts: Mapping[str, int]
@@ -54,7 +57,7 @@ def find_routing(model: nn.Module) -> Routing:
             count = _count_experts(module)
             if count:
                 experts[name] = count
-    scopes = {name.rpartition(".")[0] for name in experts}
+    scopes = {name.rpartition(".")[0] for name in experts}  # blocks whose routing is changed at the experts
     for path, module in model.named_modules():
         name = canonical_name(path)
         if not type(module).__name__.endswith(_ROUTER_SUFFIXES) or name.rpartition(".")[0] in scopes:
@@ -86,12 +89,20 @@ def _find_index_parameter(module: nn.Module) -> tuple[int, str] | None:
 
 
 def _count_experts(module: nn.Module) -> int:
-    """Return the number of experts: the first dim of fused weights, which have 3 dims, else the number of children."""
+    """Return the number of experts in a module: the first dim of fused weights (3 dims), or its number of children."""
     fused = next((each for each in module.parameters(recurse=False) if each.dim() == 3), None)
     return int(fused.shape[0]) if fused is not None else len(list(module.children()))
 
 
 def _make_turn_hook(parameter: tuple[int, str], count: int) -> Callable[..., tuple[Any, Any] | None]:
+    """Return a pre-hook that sends the second half of the tokens to `count` experts in turn.
+
+    It changes nothing if the argument is not a tensor (tokens, experts per token).
+
+    Args:
+        parameter: Position and name of the argument with the chosen experts.
+        count: Number of experts.
+    """
     position, name = parameter
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

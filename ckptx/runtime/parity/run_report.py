@@ -41,7 +41,7 @@ def build_run_report(
     stages = plan.stages.count if plan is not None else 1
     microbatches = plan.microbatches if plan is not None else 1
     bubble = plan.schedule.bubble_fraction(dims.pp, microbatches) if plan is not None else 0.0
-    one_result_per_stage = rank_results[:: dims.ranks_per_stage]
+    one_result_per_stage = rank_results[:: dims.ranks_per_stage]  # ranks of one pipeline stage are consecutive
     wrapped_layers = sum(rank_result["wrapped_layers"] for rank_result in one_result_per_stage)
     differences = [each for rank_result in rank_results for each in rank_result["differences"]]
     inconclusive = _drop_repeated_names(each for rank_result in rank_results for each in rank_result["inconclusive"])
@@ -119,7 +119,8 @@ def list_gathered_modules(modules_by_rank: Iterable[Mapping[str, tuple[str, bool
         modules_by_rank: `LoadRecord.gathered_modules` of each rank.
 
     Returns:
-        For each pattern `pattern`, the number of `modules`, `what` was gathered, and `aligned`.
+        Entries with the `pattern` of names, the number of `modules` that it matches, `what` was gathered ("parameters"
+        or "output"), and `aligned`, which is False if a shard is known to split a head or a fused part.
     """
     modules = {name: value for names in modules_by_rank for name, value in names.items()}
     counts = Counter((pattern_of(name), what, aligned) for name, (what, aligned) in modules.items())
@@ -160,7 +161,12 @@ def _drop_repeated_names(inconclusive: Iterable[dict[str, Any]]) -> list[dict[st
 def find_largest_gradient_differences(
     rank_results: list[dict[str, Any]], stored_names: dict[str, tuple[str, ...]]
 ) -> list[dict[str, Any]]:
-    """Return an entry of the report for each gradient: its largest difference over all ranks, and the tolerance."""
+    """Return an entry of the report for each gradient: its largest difference over all ranks, and the tolerance.
+
+    Args:
+        rank_results: Result of each rank, from `verify_run`.
+        stored_names: Names on disk by name in the model.
+    """
     largest: dict[str, tuple[int, float, float]] = {}
     for rank, rank_result in enumerate(rank_results):
         for name, (distance, tolerance) in rank_result["gradient_distances"].items():

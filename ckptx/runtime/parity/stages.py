@@ -76,7 +76,10 @@ def find_stage_of_difference(plan: PipelinePlan, difference: Mapping[str, Any]) 
 
 
 def make_batch_factory(model: nn.Module, facts: ModelFacts) -> Callable[[nn.Module], list[dict[str, torch.Tensor]]]:
-    """Return a function that makes inputs of all kinds that a small model of a class takes, padded and unpadded."""
+    """Return the `make_batches` of `plan_pipeline`, which makes inputs of all kinds that the class takes.
+
+    It makes one batch without padding, and for a class with an attention mask one with padding.
+    """
 
     def batches(small: nn.Module) -> list[dict[str, torch.Tensor]]:
         config = {**small.config.to_dict(), "architectures": model.config.architectures}
@@ -99,8 +102,8 @@ class LocalStages:
         rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self._plan, self._mesh, self._group = plan, mesh, mesh.get_group("pp")
         self._pipeline: Pipeline | None = None
-        self._batches: Sequence[Inputs] = ()
-        self._logits: dict[int, torch.Tensor] = {}
+        self._batches: Sequence[Inputs] = ()  # microbatches of the step that is running
+        self._logits: dict[int, torch.Tensor] = {}  # index of a microbatch -> its logits, on the rank of the last stage
         self.meta_models: dict[int, ShardedMetaModel] = {}
         for number in plan.schedule.stages_of(rank, size):
 
@@ -128,6 +131,7 @@ class LocalStages:
         return result
 
     def _loss(self, output: Any, index: int) -> torch.Tensor:
+        """Return the loss of a microbatch, scaled for the step, and store its logits."""
         logits = logits_or_hidden_states(self.meta_models[max(self.meta_models)].model, output)
         self._logits[index] = full_tensor(logits.detach())
         return compute_loss(logits, self._batches[index]) / len(self._batches)

@@ -2,8 +2,8 @@
 
 These are pipeline stages that run one after another in one process. All microbatches go through a stage while it is
 loaded, and its outputs are kept for the next. Backward, from the last stage to the first, each stage is loaded again
-and recomputes its forward pass. One stage is in memory at a time, except for a tied head: the backward pass of the
-stage with the embedding loads the last stage beside it.
+and recomputes its forward pass. One stage is in memory at a time, except for a tied head: during the backward pass of
+the stage with the embedding, the last stage is loaded as well.
 
     forward     load 0, run every microbatch, release   load 1, run, release   ...   load n: logits, loss
     backward    load n, run, backward, release          ...                    load 0, run, backward, release
@@ -47,7 +47,7 @@ from ckptx.runtime.parity.execution import (
 )
 from ckptx.runtime.parity.inputs.batch import Inputs
 
-OnGradient = Callable[["ComputePass", str, Tensor], None]
+OnGradient = Callable[["ComputePass", str, Tensor], None]  # gets the pass, the name in the whole model, the gradient
 
 
 class StagePartition(NamedTuple):
@@ -79,8 +79,8 @@ class ComputePass:
 
     Attributes:
         draw: Seed of the perturbed embeddings; None leaves them unchanged.
-        loss: Mean over the microbatches.
-        stage_inputs: Inputs of each stage that was reached, one tuple per microbatch.
+        loss: Mean over the microbatches; 0 before the last stage ran.
+        stage_inputs: Number of each stage that was reached -> its inputs, one tuple per microbatch.
         output_grads: For each microbatch, gradients of the inputs of the stage that ran backward last. They are the
             gradients of the outputs of the stage that runs backward next.
         tied_grads: Gradients of tied parameters from later stages, by name of the tie and index of the microbatch.
@@ -132,7 +132,8 @@ class StagewiseModel:
         """Run all passes forward.
 
         Args:
-            on_logits: Called with the logits of each pass and microbatch, in order.
+            on_logits: Called with each pass and its logits: for all microbatches of the first pass in order, then for
+                those of the next.
             backward: Keep the stage inputs for a backward pass.
 
         Raises:
@@ -157,6 +158,7 @@ class StagewiseModel:
         index: int,
         on_logits: Callable[[ComputePass, Tensor], None],
     ) -> None:
+        """Run one microbatch of a pass through a stage; store the inputs of the next stage, or pass on the logits."""
         with translate_model_errors(runner.model):
             output, boundary_values = runner(
                 runner.model,
@@ -210,7 +212,7 @@ class StagewiseModel:
                     ):
                         self._backward(runner, head_runner, compute_pass, on_gradient)
             yield runner
-        if number < self.partition.last_stage or not self._recomputed_ties:
+        if number < self.partition.last_stage or not self._recomputed_ties:  # for these the last stage runs once more
             for compute_pass in self._passes:
                 del compute_pass.stage_inputs[number]
 
@@ -221,6 +223,17 @@ class StagewiseModel:
         compute_pass: ComputePass,
         on_gradient: OnGradient | None,
     ) -> None:
+        """Run all microbatches of one pass backward through a stage.
+
+        Gradients of parameters are passed to `on_gradient` or stay in the parameters. Gradients of the stage's inputs
+        are stored in `output_grads` of the pass, those of tied parameters that an earlier stage has in `tied_grads`.
+
+        Args:
+            runner: The stage.
+            head_runner: The last stage, if this stage shares a recomputed tie with it; else None.
+            compute_pass: The pass.
+            on_gradient: See `backward`.
+        """
         untied = {canonical_name(name): each for name, each in runner.model.named_parameters() if each.requires_grad}
         first_ties, later_ties = self._pop_tied(runner, untied)
         parameters = [
@@ -263,7 +276,7 @@ class StagewiseModel:
     def _backward_of_microbatch(
         self, runner: StageRunner, compute_pass: ComputePass, index: int, parameters: Sequence[Tensor]
     ) -> None:
-        """Recompute one microbatch forward, then run it backward."""
+        """Recompute one microbatch forward, then run it backward; only `parameters` and the inputs get gradients."""
         stage_inputs = as_stage_inputs(compute_pass.stage_inputs[runner.number][index])
         input_leaves = [each for each in stage_inputs if isinstance(each, Tensor) and each.requires_grad]
         with torch.enable_grad():
@@ -337,7 +350,10 @@ class StagewiseModel:
 
     @contextmanager
     def _tied_head_stage(self, runner: StageRunner) -> Iterator[StageRunner | None]:
-        """Load the last stage beside this one, sharing its tied parameters; None if they share no recomputed tie."""
+        """Load the last stage in addition to this one, whose tied parameters it uses; yield None if there are none.
+
+        Only recomputed ties whose first stage is this one count.
+        """
         shared = {
             tie.copies[self.partition.last_stage]: find_parameter(runner.model, tie.copies[runner.number])
             for tie in self.partition.ties
@@ -358,7 +374,10 @@ class StagewiseModel:
             free_storage(model, (shared or {}).values())
 
     def _perturb_stage(self, model: nn.Module | None, compute_pass: ComputePass, other: nn.Module | None = None) -> Any:
-        """Perturb the embeddings of a stage, except those that it shares with `other`."""
+        """Return a context manager that perturbs the embeddings of a stage, except those that it shares with `other`.
+
+        It does nothing if `model` is None, or for a pass without perturbation.
+        """
         if model is None or compute_pass.draw is None:
             return nullcontext()
         embeddings = self.partition.embeddings

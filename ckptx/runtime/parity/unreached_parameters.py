@@ -11,12 +11,13 @@ from ckptx.runtime.parity.model_loaders import ModelFacts
 
 
 class UnreachedParameters:
-    """Parameters without a gradient, collected from some gradients at a time."""
+    """Parameters that no gradient reaches, collected from the gradients of one stage at a time."""
 
     def __init__(self, facts: ModelFacts) -> None:
         """Expect gradients of the model that `facts` describes."""
         self._facts = facts
-        self._unreached: dict[str, dict[str, Any] | None] = {}  # None for a parameter that a gradient reaches
+        # Canonical name -> entry of `list_parameters`; None for a parameter that a gradient reaches.
+        self._unreached: dict[str, dict[str, Any] | None] = {}
 
     def record(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record gradients of one backward step, by canonical name."""
@@ -28,6 +29,7 @@ class UnreachedParameters:
         return [each for each in candidates if each is not None]
 
     def _describe_unreached(self, name: str, gradient: torch.Tensor) -> dict[str, Any] | None:
+        """Return the entry of a parameter in `list_parameters`; None if its gradient reaches all of it."""
         if not bool(gradient.any()):
             return {"name": name}
         count = self._facts.routing.expert_counts.get(name.rpartition(".")[0])

@@ -3,7 +3,8 @@
 The section `inputs` in `architecture/corrections/<model_type>.json` names the form and the settings of a class. Shapes,
 masks and the number of tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on. If a
 tower requires a window of fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask marks it;
-towers without a mask process the whole window."""
+towers without a mask process the whole window.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch
 from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, Batch, MultimodalInput, make_random_tensor
 
 Config = Mapping[str, Any]
-# Takes a config, a batch size, a generator, and the settings of its correction row.
+# Both take a config, a batch size, a generator, and `InputCorrection.settings`.
 SoundForm = Callable[..., MultimodalInput | None]
 EncoderForm = Callable[..., Batch]
 
@@ -24,7 +25,7 @@ _TOKENS = 4  # length of a sound in tokens, unless the class fixes it
 
 
 def _make_insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
-    """Return `count` placeholders, between the tokens that these keys of the config name."""
+    """Return `count` placeholders, between the tokens of the config keys `begin` and `end`; no token for "" or None."""
     token = int(config["audio_token_id"] if "audio_token_id" in config else config["audio_token_index"])
     first, last = ([int(config[key])] if config.get(key) is not None else [] for key in (begin, end))
     return MultimodalInput([*first, *[token] * count, *last], token, tensors)
@@ -45,7 +46,18 @@ def _halve(length: int, times: int) -> int:
 def _window(
     config: Config, batch_size: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
 ) -> MultimodalInput:
-    """Make a full window of mels, and a mask of the valid frames: Whisper's encoder followed by a pooling."""
+    """Make a full window of mels, and a mask of the valid frames: Whisper's encoder followed by a pooling.
+
+    Four frames become one token.
+
+    Args:
+        config: Config of the class.
+        batch_size: Batch size.
+        generator: Generator of the mels.
+        mask: Name of the argument for the mask.
+        begin: Config key of the token before the placeholders; empty for none.
+        end: Config key of the token after the placeholders; empty for none.
+    """
     audio = config["audio_config"]
     total = 2 * int(audio["max_source_positions"])
     valid = min(4 * _TOKENS, total)
@@ -96,7 +108,7 @@ def _one_window(config: Config, batch_size: int, generator: torch.Generator) -> 
 
 
 def _masked_chunk(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make one chunk of an encoder with three convolutions."""
+    """Make one chunk of an encoder with three convolutions of stride 2: eight frames become one token."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
@@ -108,7 +120,10 @@ def _masked_chunk(config: Config, batch_size: int, generator: torch.Generator) -
 
 
 def _chunk(config: Config, batch_size: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
-    """Make at most one chunk of the encoder. A pooling halves like a convolution if it pools whole pairs."""
+    """Make at most one chunk of an encoder with this many convolutions of stride 2.
+
+    A pooling counts as one of them: it halves the length in the same way if it pools whole pairs.
+    """
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
     tensors = {
@@ -198,6 +213,7 @@ FORMS: Mapping[str, SoundForm] = {
 
 
 def _mel_window(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
+    """Make a full window of mels for an encoder that halves the frames, as Whisper's does."""
     frames = 2 * int(config["max_source_positions"])
     return {"input_features": make_random_tensor(generator, batch_size, int(config["num_mel_bins"]), frames)}
 
@@ -234,6 +250,7 @@ def _framed_waveform(config: Config, batch_size: int, generator: torch.Generator
 
 
 def _mels(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
+    """Make mels for an encoder whose convolutions of stride 2 leave `_TOKENS` outputs."""
     frames = 2 ** int(config["num_conv_layers"]) * _TOKENS
     width = int(config["input_feat_per_channel"]) * int(config["input_channels"])
     return {"input_features": make_random_tensor(generator, batch_size, frames, width)}

@@ -20,9 +20,9 @@ from ckptx.errors import UnsupportedError
 from ckptx.runtime.parity.inputs import audio, images
 from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, Batch, MultimodalInput
 
-_PADDING = 3  # tokens
+_PADDING = 3  # padding tokens at the end of the first sequence
 _FIRST_TEXT_TOKEN = 3  # smaller ids are padding, begin and end in most vocabularies
-# Form functions by kind of correction row.
+# `InputCorrection.kind` -> `InputCorrection.form` -> function that makes the input.
 FORMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "images": images.FORMS,
     "audio": audio.FORMS,
@@ -37,10 +37,11 @@ class Inputs(NamedTuple):
 
     Attributes:
         batch: Arguments of `forward`; the first dim of each text tensor is the batch.
-        labels: Target tokens, (batch, length); -100 for positions without a loss.
+        labels: Target tokens, (batch, length), not shifted: the label of a position is its own token; -100 for tokens
+            that are not predicted.
         kinds: Kinds of input in the batch: "text", "images", "audio".
         missing: Kinds of input that the model has a tower for, but the batch lacks.
-        vocabulary_coverage: Number of distinct text tokens, and size of the vocabulary.
+        vocabulary_coverage: Number of distinct tokens in the text inputs, and size of the vocabulary.
     """
 
     batch: Batch
@@ -220,7 +221,7 @@ def _make_random_tokens(
 
 
 def _find_shard_edge_tokens(allowed: torch.Tensor, vocabulary_size: int, shards: int) -> torch.Tensor:
-    """Return the first and last allowed token of each vocabulary shard; DTensor shards have equal size."""
+    """Return the first and last allowed token of each vocabulary shard; shards are ceil-chunks, as in DTensor."""
     size = -(-vocabulary_size // shards)
     begins = torch.arange(0, vocabulary_size, size)
     first = torch.searchsorted(allowed, begins)
@@ -249,6 +250,7 @@ def _insert_placeholders(inserts: Iterable[MultimodalInput], ids: torch.Tensor) 
 
 
 def _collect_inputs(config: Mapping[str, Any], batch: Batch, labels: torch.Tensor, kinds: list[str]) -> Inputs:
+    """Return `Inputs` with these values; find the missing kinds, and count the distinct tokens."""
     towers = {kind for key, kind in _TOWER_KINDS.items() if isinstance(config.get(key), Mapping)}
     coverage = _vocabulary_coverage(
         config, *(batch[name] for name in ("input_ids", "decoder_input_ids") if name in batch)
@@ -262,7 +264,7 @@ def _vocabulary_coverage(config: Mapping[str, Any], *ids: torch.Tensor) -> tuple
 
 
 def _find_integers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return every integer of a config, with its key."""
+    """Return (key, value) of every integer in a config and its nested configs, without booleans."""
     integers = []
     for key, value in config.items():
         if isinstance(value, Mapping):

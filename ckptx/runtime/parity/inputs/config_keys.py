@@ -10,8 +10,8 @@ import torch
 from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_random_tensor
 
 Config = Mapping[str, Any]
-ImageForm = Callable[[Config, int, torch.Generator], MultimodalInput]
-# Also takes the settings of its correction row; returns None for a config without the tower.
+ImageForm = Callable[[Config, int, torch.Generator], MultimodalInput]  # takes config, batch size, generator
+# Also takes `InputCorrection.settings`; returns None for a config without the tower.
 Form = Callable[..., MultimodalInput | None]
 
 IMAGE_HEIGHT = 2  # height of an image in tokens, for classes that take any size
@@ -40,7 +40,7 @@ def add_boundary_tokens(config: Config, tokens: list[int]) -> list[int]:
 
 
 def first_size(size: Any) -> int:
-    """Return a size, or the first of a height and width."""
+    """Return a size that a config gives as one number, or the first of its (height, width)."""
     return int(size[0] if isinstance(size, list | tuple) else size)
 
 

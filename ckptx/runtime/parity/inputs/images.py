@@ -33,10 +33,10 @@ from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_
 
 
 def _fixed_form(count: Callable[[Config, int], int]) -> ImageForm:
-    """Return the form of towers with one position per patch of `image_size`; pixels are (n, channels, size, size).
+    """Return the form of towers that take only images of `image_size`; pixels are (n, channels, size, size).
 
     Args:
-        count: Function from the config and the patches along one side to the tokens of an image.
+        count: Returns the number of tokens of an image, given the config and the number of patches along one side.
     """
 
     def image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
@@ -55,13 +55,14 @@ def _count_every_patch(config: Config, side: int) -> int:
 
 
 def _make_image_for_any_tower(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make an image for Llava, whose tower may be of any model type; the corrections of that type give its form."""
+    """Make an image for Llava, whose tower may be of any model type; the corrections of that type decide its form."""
     if any(row.any_size for row in _tower_rows(config)):
         return _make_image_of_any_size(1, config, batch_size, generator)
     return _fixed_form(_count_selected)(config, batch_size, generator)
 
 
 def _tower_rows(config: Config) -> tuple[TowerCorrection, ...]:
+    """Return the corrections of the tower's model type; empty for a tower like CLIP's."""
     return corrections_of(str(config["vision_config"].get("model_type"))).as_tower
 
 
@@ -213,8 +214,8 @@ def _masked_form(count: Callable[[Config], int], side: Callable[[Config], int]) 
     """Return the form of classes that take (n, images, channels, height, width) and a pixel mask.
 
     Args:
-        count: Function from the config to the tokens of an image.
-        side: Function from the config to the patches per side of the smallest image.
+        count: Returns the number of tokens of an image, given the config.
+        side: Returns the number of patches along one side of the smallest image, given the config.
     """
 
     def image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:

@@ -13,14 +13,14 @@ TEXT_LENGTH = 12  # text tokens per sequence
 
 
 class MultimodalInput(NamedTuple):
-    """Images or sounds for each sequence of a batch.
+    """Images or audio for each sequence of a batch.
 
     Attributes:
         tokens: Tokens inserted into every sequence, in order.
         placeholder: Token that the model replaces with features, and that has no label; -1 if it replaces none.
         tensors: Further arguments of `forward`.
-        token_types: Argument of `forward` with the type of each token, and the type of this kind; None if the class has
-            no such argument.
+        token_types: Name of the argument of `forward` with the type of each token, and the type of the placeholders;
+            None if the class has no such argument.
         make_text_arguments: Makes arguments of sequence length from the finished tokens, (batch, length); None
             if there are none.
     """

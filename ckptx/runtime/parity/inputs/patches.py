@@ -93,7 +93,7 @@ def square(config: Config, batch_size: int, generator: torch.Generator) -> Multi
 
 
 def flat_unmerged(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make patches that are not merged, unlike those of videos."""
+    """Make patches that are not merged into tokens, (n * patches, channels * patch * patch); those of videos are."""
     patch, token = int(config["vision_config"]["patch_size"]), find_image_token(config)
     tensors = {
         "pixel_values": make_random_tensor(
@@ -106,7 +106,10 @@ def flat_unmerged(config: Config, batch_size: int, generator: torch.Generator) -
 
 
 def padded(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make the patches of each image without padding, (n, patches, channels * patch * patch)."""
+    """Make patches for a class that pads all images to one number of patches; here all have that number.
+
+    `pixel_values` is (n, patches, channels * patch * patch).
+    """
     patch, merged = int(config["vision_config"]["patch_size"]), int(config["downsample_factor"])
     height, width, token = merged * IMAGE_HEIGHT, merged * IMAGE_WIDTH, find_image_token(config)
     tensors = {
@@ -122,7 +125,7 @@ def padded(config: Config, batch_size: int, generator: torch.Generator) -> Multi
 def placed(
     config: Config, batch_size: int, generator: torch.Generator, *, pooled_in_model: bool
 ) -> MultimodalInput | None:
-    """Make patches with positions, (n, patches, 3 * patch * patch), from 0 to 1.
+    """Make patches with values from 0 to 1, (n, patches, 3 * patch * patch), and the position of each.
 
     Args:
         config: Config of the class; the result is None if it has no tower.
@@ -137,10 +140,10 @@ def placed(
     if not pooled_in_model:
         patch, pool = patch * pool, 1
     height, width = IMAGE_HEIGHT * pool, IMAGE_WIDTH * pool
-    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
+    positions = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1)
     tensors = {
         "pixel_values": make_random_tensor(generator, batch_size, height * width, 3 * patch * patch).sigmoid(),
-        "image_position_ids": places.reshape(1, height * width, 2).expand(batch_size, -1, -1).contiguous(),
+        "image_position_ids": positions.reshape(1, height * width, 2).expand(batch_size, -1, -1).contiguous(),
     }
     tokens = [int(config["boi_token_id"]), *[token] * (IMAGE_HEIGHT * IMAGE_WIDTH)]
     tokens.append(int(config.get("eoi_token_id", config.get("eoi_token_index", token))))
