@@ -44,7 +44,7 @@ from ckptx.runtime.parallel.pipeline.stage import (
 
 Batch = Mapping[str, Tensor]
 BatchKind = frozenset[str]  # argument names of a batch
-_CONTAINERS = (OrderedDict, dict, set, list)  # types of module attributes that `_shared_copy` copies itself if empty
+_CONTAINERS = (OrderedDict, dict, set, list)  # types of attributes that `_shared_copy` copies itself if they are empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class BatchTrace(NamedTuple):
         call_outputs: For each call of a layer, or of a module right before or after the layers, every output value by
             its path in the output. The modules around the layers are left out: a stage that lacks their last layers
             returns NaN from them.
-        output: What `get_output` returns for the output of the model.
+        output: Result of `get_output` for the output of the model.
     """
 
     call_inputs: dict[Call, dict[Any, Any]]
