@@ -375,7 +375,7 @@ def _refuse_split_heads(
 
 
 def _is_in_any_module(name: str, paths: Iterable[str]) -> bool:
-    """Return True if a parameter belongs to one of the modules; the path of a module itself counts with a final dot."""
+    """Return True if a parameter belongs to one of the modules; to ask for a module, pass its path with a final dot."""
     return any(name.startswith(f"{path}.") for path in paths)
 
 

@@ -86,8 +86,8 @@ def find_plan(
         names: Names of all parameters of the whole model, if `model` is a stage of it; None means those of `model`.
 
     Raises:
-        UsageError: No pattern of the user's plan matches a parameter, one names a module that has no weight, or the
-            plan has an unknown style.
+        UsageError: No pattern of the user's plan matches a parameter, one would shard a module that has no
+            weight, or the plan has an unknown style.
         UnsupportedError: No pattern of the model's own plan matches a parameter, or it has an unknown style, or
             sequence parallelism is not verified for the class.
     """
