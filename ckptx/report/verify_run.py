@@ -36,7 +36,7 @@ def run_text(report: RunReport) -> str:
     if report.stages > 1:
         lines.append(
             f"pipeline   {report.stages} stages, {counted(report.microbatches, 'microbatch')} per step, "
-            f"bubble at least {report.bubble_fraction:.0%}"
+            f"bubble about {report.bubble_fraction:.0%}"
         )
     if report.forecast_peak is not None:
         measured = "" if report.measured_peak is None else f", measured {human_bytes(report.measured_peak)}"

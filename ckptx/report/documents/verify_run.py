@@ -24,7 +24,8 @@ class RunReport(Report):
         world_size: Number of ranks.
         layout: Sizes of the mesh.
         stages: Number of pipeline stages.
-        bubble_fraction: Lower bound of the fraction of a step in which a pipeline rank is idle; 0 without a pipeline.
+        bubble_fraction: Fraction of a step in which a pipeline rank is idle, if forward and backward of all stages take
+            equal time; an upper bound for zero-bubble schedules; 0 without a pipeline.
         microbatches: Number of microbatches per step and data-parallel rank.
         reference_parts: Number of consecutive parts in which the reference ran; 1 means as a whole.
         inputs: Kinds of model inputs: "text", "image", ...
@@ -44,8 +45,8 @@ class RunReport(Report):
         max_abs: Largest absolute difference of logits.
         max_abs_tolerance: Tolerance of `max_abs`, from the measured noise.
         logits_std: Standard deviation of the logits of the reference.
-        kl: Largest KL divergence of the logits of a token.
-        cosine: Smallest cosine similarity of the logits of a token.
+        kl: KL divergence of the logits, mean over the tokens of a microbatch; the largest of all microbatches.
+        cosine: Cosine similarity of all logits of a microbatch; the smallest of all microbatches.
         loss: Loss of the checkpoint.
         loss_reference: Loss of the reference.
         loss_tolerance: Tolerance of the difference of both losses.

@@ -189,14 +189,16 @@ class MixedInputs:
         common_units = self._common_units()
         for unit in common_units:  # instead of the previous unit, which may differ between ranks
             unit.set_modules_to_backward_prefetch([root])
-        yield
-        for unit in common_units:
-            unit.set_modules_to_backward_prefetch([])
-        for unit in optional_units:
-            unit.set_reshard_after_forward(True, recurse=False)
-        for unit in self._root_and_optional_units():
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in common_units:
+                unit.set_modules_to_backward_prefetch([])
+            for unit in optional_units:
+                unit.set_reshard_after_forward(True, recurse=False)
+            for unit in self._root_and_optional_units():
+                unit.set_requires_gradient_sync(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
 
     def set_zero_fill(self, is_enabled: bool) -> None:
         """Set whether unused parameters of modules that all data ranks call get zeros for gradients."""

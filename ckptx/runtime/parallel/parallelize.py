@@ -140,7 +140,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisi
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard"
+            f"{type(model).__name__}: FSDP2 cannot shard it: {error}; use another dp_shard, or dp_shard 1"
         ) from error
     return len(other_dtype_units) + len(layer_units) + 1
 

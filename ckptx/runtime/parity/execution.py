@@ -168,12 +168,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def observe_outputs(model: nn.Module, inputs: Inputs, on_output: OnOutput) -> None:
-    """Run one batch forward and pass the first tensor of each module call to a callback, in the order they end."""
-    with module_hooks(model, on_output), torch.no_grad():
-        _forward(model, inputs)
-
-
 @contextmanager
 def module_hooks(model: nn.Module, on_output: OnOutput, excluded: Collection[str] = ()) -> Iterator[None]:
     """Pass the outputs of module calls to a callback within the block.

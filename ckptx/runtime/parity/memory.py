@@ -5,7 +5,6 @@ A process that the out-of-memory killer ends could not report the reason.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 
 from ckptx.options.verify import RunOptions
 from ckptx.report.report import human_bytes
-from ckptx.runtime.parallel.distributed import RankContext
+from ckptx.runtime.parallel.distributed import RankContext, count_local_ranks
 from ckptx.runtime.parity.model_loaders import ModelFacts
 
 _MEMINFO = Path("/proc/meminfo")
@@ -47,7 +46,7 @@ def find_memory_limits(facts: ModelFacts, options: RunOptions, rank_context: Ran
     dims = options.dims
     if dims.world_size == 1:
         return MemoryLimits(free, free)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if rank_context.device.type == "cpu" else 1
+    local_ranks = count_local_ranks() if rank_context.device.type == "cpu" else 1
     checkpoint_bytes = (
         estimate_model_bytes(facts.compute_nbytes, backward=options.backward)
         * local_ranks

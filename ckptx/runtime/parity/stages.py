@@ -57,7 +57,7 @@ def plan_stages(loader: ModelLoader, facts: ModelFacts, log: Log) -> PipelinePla
     if plan.microbatches < plan.stages.count:
         log.note(
             f"--microbatches {plan.microbatches} does not fill {plan.stages.count} pipeline stages: each rank is idle "
-            f"for at least {plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step, which "
+            f"for about {plan.schedule.bubble_fraction(options.dims.pp, plan.microbatches):.0%} of a step, which "
             "affects speed only"
         )
     return plan

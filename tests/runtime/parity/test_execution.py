@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ckptx.errors import CkptxError, SpaceError, UnsupportedError
-from ckptx.runtime.parity.execution import ModuleCall, observe_outputs, run_step
+from ckptx.runtime.parity.execution import ModuleCall, make_forward_arguments, module_hooks, run_step
 from ckptx.runtime.parity.inputs.batch import Inputs
 from tests.support.small_modules import Looped, Scaled, inputs_of
 
@@ -203,7 +203,8 @@ def test_a_gradient_that_is_shown_is_not_kept() -> None:
 
 def watched(model: nn.Module, inputs: Inputs | None = None) -> dict[ModuleCall, list[Any]]:
     found: dict[ModuleCall, list[Any]] = {}
-    observe_outputs(model, inputs or inputs_of([[0, 1]]), lambda call, output: found.__setitem__(call, output.tolist()))
+    with module_hooks(model, lambda call, output: found.__setitem__(call, output.tolist())), torch.no_grad():
+        model(**make_forward_arguments(model, inputs or inputs_of([[0, 1]])))
     return found
 
 

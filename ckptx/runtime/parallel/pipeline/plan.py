@@ -194,7 +194,7 @@ def plan_pipeline_of_stacks(
         UsageError: See `plan_pipeline`.
     """
     resolved_schedule = find_schedule(schedule)
-    microbatch_count = microbatches or dims.pp * resolved_schedule.stages_per_rank
+    microbatch_count = dims.pp * resolved_schedule.stages_per_rank if microbatches is None else microbatches
     check_schedule(
         resolved_schedule,
         pp=dims.pp,
