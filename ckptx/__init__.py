@@ -1,7 +1,9 @@
-"""ckptx: convert and reshard checkpoints of large language models, and prove that the result works.
+"""ckptx: convert and reshard checkpoints of large language models, and verify the result.
 
-The functions here are the commands of the command line: they take the same names as the options, raise a subclass of
-`ckptx.errors.CkptxError` for each exit code from 2 to 7, and return the report that `--json` prints.
+The functions `convert`, `diff`, `forecast`, `inspect`, `reshard`, `robustness` and `verify` are the commands of the
+command line: their parameters are named like the options, they raise a subclass of `ckptx.errors.CkptxError` for each
+exit code from 2 to 7, and they return the report that `--json` prints. `open_checkpoint` returns the catalog of a
+checkpoint: names, dtypes, shapes and file positions of its tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ __all__ = [
     "reshard", "robustness", "verify",
 ]  # fmt: skip
 
+# Public name that is no command -> its module, or "module:attribute".
 _NOT_COMMANDS = {"errors": "ckptx.errors", "open_checkpoint": "ckptx.formats.registry:open_checkpoint"}
 
 
-if not TYPE_CHECKING:  # a type checker knows the imports above, and finds a name that is none of them
+if not TYPE_CHECKING:  # type checkers use the imports above; with `__getattr__` they would accept any name
 
     def __getattr__(name: str) -> object:
-        """Import a function on first access, so that `import ckptx` is fast."""
+        """Import a public function or module on first access, so that `import ckptx` is fast."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with import_lock:

@@ -11,7 +11,11 @@ import re
 
 
 class CkptxError(Exception):
-    """Base class of all errors; `exit_code` is the exit code of the command line."""
+    """Base class of all errors.
+
+    Attributes:
+        exit_code: Exit code of the command line; each subclass sets its own.
+    """
 
     exit_code = 1
 
@@ -37,7 +41,11 @@ class ReadError(InputError):
 
 
 class StorageFailure(ReadError):
-    """The storage failed (an I/O error, a stale handle), so that the result of a search would be unknown."""
+    """The storage failed while reading (an I/O error, a stale handle).
+
+    A search for files stops at this error, while it skips files and directories with other input errors: it cannot know
+    whether the storage has what it searches for.
+    """
 
 
 class UnsupportedError(CkptxError):
@@ -53,7 +61,7 @@ class OutputError(CkptxError):
 
 
 class OutputFailure(OutputError):
-    """The storage of the output failed (an I/O error, a stale handle), so that its contents are unknown."""
+    """The storage of the output failed (an I/O error, a stale handle); which files it contains now is unknown."""
 
 
 class ReportTargetError(OutputError):
@@ -87,7 +95,7 @@ def find_environment_problem(error: BaseException) -> EnvironmentProblem | None:
             f"{match[1]}: not enough memory to load this library; raise the limit (ulimit -v), or use a machine with "
             "more memory"
         )
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # of `os.getcwd`, which has no argument
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # raised by `os.getcwd()`
         return EnvironmentProblem("the current directory was removed; run ckptx in another directory")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         subject = error.filename or "files"
@@ -100,6 +108,7 @@ def find_environment_problem(error: BaseException) -> EnvironmentProblem | None:
     return None
 
 
+# Import name of a package -> the extra of ckptx that installs it.
 _EXTRA_BY_PACKAGE = {
     "torch": "run",
     "transformers": "run",
@@ -151,7 +160,7 @@ class HungUp(Terminated):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code for an exception."""
+    """Return the exit code for an exception; 70, that of an internal error, for unexpected ones."""
     if isinstance(error, CkptxError):
         return error.exit_code
     if isinstance(error, HungUp):

@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from ckptx.report.documents.robustness import RobustnessReport
 
-# Names of the phases, for collection without torch.
+# Names of the phases in reports, for collection without torch.
 PHASES = (
     "initial logits", "uninterrupted run", "replicas", "load and save", "export", "other layouts", "resume",
     "killed saves",
@@ -46,7 +46,7 @@ def phase_names(recipe: str, settings: Sequence[str]) -> tuple[str, ...]:
 
 
 def recipe_error(recipe: str, settings: Sequence[str]) -> str:
-    """Return the error of a recipe that cannot be read; "" for one that can, or that a missing package hides."""
+    """Return the error of a recipe that cannot be read; "" if it can be read, or if a package to read it is missing."""
     from ckptx.errors import CkptxError
 
     try:
@@ -93,13 +93,13 @@ def pytest_collection_modifyitems(
         if error:  # `-k` could deselect the only test, which would show it
             raise pytest.UsageError(error)
         items.extend(each for each in tests if isinstance(each, pytest.Item))
-        # Counts them, as pytest does with what it collects itself; without it `-k` prints negative numbers.
+        # pytest counts the tests of such a report as collected; if it did not, `-k` would print negative numbers.
         config.hook.pytest_collectreport(report=pytest.CollectReport(node.nodeid, "passed", None, tests))
 
 
 @pytest.fixture
 def checkpoint_robustness(tmp_path: Path) -> Callable[..., RobustnessReport]:
-    """Return a function that runs a recipe, with the options of `ckptx.robustness`.
+    """Return a function that runs a recipe with the options of `ckptx.robustness`, and returns the report.
 
         report = checkpoint_robustness("llama_tiny", overrides=["layout.tp=2"])
         assert report.ok
@@ -193,6 +193,7 @@ class PhaseItem(pytest.Item):
         return phase_text(printable, printable.phases[list(report.phases).index(dict(phase))])
 
     def _check_whole(self, report: RobustnessReport) -> None:
+        """Raise `PhaseFailure` for a failure that no test of a phase shows."""
         from ckptx.report.robustness_phrases import verdict
         from ckptx.untrusted.printable import one_line
 

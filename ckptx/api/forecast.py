@@ -59,7 +59,7 @@ def _make_task(options: ForecastOptions | SearchOptions, directory: Path, log: L
     Args:
         options: Options of the command.
         directory: Temporary directory for a config.json that is copied from another file, or made from a recipe.
-        log: Log for the notes of the recipe.
+        log: Log for the steps, and for the notes of the recipe and the config.
 
     Raises:
         CkptxError: The recipe, config.json or TP plan cannot be read or has an invalid value, or the recipe trains with
@@ -126,7 +126,8 @@ def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> 
 
     requests = [ForecastRequest(task=task)]
     schedule = find_schedule(task.recipe.layout.schedule)
-    # The other precision uses FSDP2, which refuses a schedule that splits the backward pass.
+    # The report also has the peak in mixed precision. That uses FSDP2, which refuses a schedule that splits the
+    # backward pass.
     supports_other_precision = not (task.dims.pp > 1 and schedule.splits_backward)
     if supports_other_precision and not _has_chosen_precision(options):
         # The forecast of `task` validates the extrapolation over layers, which is the same in any precision.
@@ -144,7 +145,11 @@ def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> 
 
 
 def _has_chosen_precision(options: ForecastOptions | SearchOptions) -> bool:
-    """Return True if a recipe or an option sets the precision; else the report also has the peak in the other one."""
+    """Return True if a recipe or an option sets the precision.
+
+    Otherwise the report has the peak in the dtype of the config, and also that in mixed precision, which
+    `with_other_precision` describes.
+    """
     return options.recipe is not None or options.dtype != "auto" or options.param_dtype is not None
 
 
@@ -164,7 +169,7 @@ def _search_report(options: SearchOptions, task: ForecastTask, directory: Path, 
         microbatches=options.microbatches, mode=options.activation_checkpointing,
     )  # fmt: skip
     if options.recipe is None:
-        task = with_microbatches(task, task.microbatches * options.gpus)
+        task = with_microbatches(task, task.microbatches * options.gpus)  # `--batch` is per GPU in a search
     space = SearchSpace(task, options.gpus, options.gpu_bytes, fixed, directory)
     result = search(space, log.step)
     other = None if _has_chosen_precision(options) else forecast_other_precision(space, result)

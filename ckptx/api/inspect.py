@@ -33,7 +33,9 @@ def inspect(options: InspectOptions) -> InspectionReport:
 
     Raises:
         InputError, UnsupportedError: The checkpoint cannot be opened.
-        OutputError: The page cannot be written.
+        UsageError: `source_prefix` is set, and the checkpoint is not a training checkpoint.
+        OutputError, SpaceError: The page cannot be written.
+        EnvironmentProblem: huggingface_hub is missing, and the path is a Hub id.
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     match, ranks, html = options.match, options.ranks, options.html
@@ -45,7 +47,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
     checkpoint = open_checkpoint(path)
     options.check_source_prefix(checkpoint.traits, checkpoint.location)
     prefix = options.source_prefix_or_none
-    view = log(_view_without_class_if_needed(checkpoint, prefix, log))
+    view = log(_view_without_class_if_needed(checkpoint, prefix, log))  # records its notes
     log.note(*view.notes_on_other_models("not described"))
     unknown_note = unknown_class_note(view, checkpoint, accepts_code=False)
     if unknown_note is not None:
@@ -120,9 +122,10 @@ def _inspect_quantization(
 
 
 def _view_under_disk_names(checkpoint: Catalog, log: Log) -> ModelView | None:
-    """Return a model with Megatron's names under those of its config; None for other names or without a config.
+    """Return the view of a checkpoint with Megatron's names, renamed to the disk names of the class in its config.
 
-    If its names cannot be mapped, a note says why.
+    None for other names, or without a config that names a class. If the names cannot be mapped, it is None, too, and a
+    note says why.
     """
     try:
         model = map_megatron_names(checkpoint, checkpoint.config, None)
@@ -159,7 +162,7 @@ def _group_sizes(view: ModelView) -> list[dict[str, Any]]:
 
 
 def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
-    """Return the view of a checkpoint, without its model class if packages that determine the class are missing."""
+    """Return the view of a checkpoint; without its model class, and with a note, if a package to build it is missing."""
     try:
         return view_model(catalog, prefix=prefix, allow_several=True)
     except EnvironmentProblem as error:
@@ -175,7 +178,7 @@ def _with_layout(
     Args:
         report: Report without a layout.
         view: View of the checkpoint.
-        names: Names of the tensors in the checkpoint.
+        names: Stored names of the tensors to include.
         ranks: True to add the layout to the report.
         html: Path of the HTML page to write; None to write none.
         log: Log for notes.

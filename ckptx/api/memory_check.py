@@ -21,11 +21,14 @@ _SEQUENCE_LENGTH = 32  # tokens per sequence in the batches that `verify --run` 
 
 
 def check_memory_fit(reference: Path, checkpoint: Path, options: RunOptions, gpu_memory: int) -> int:
-    """Return the peak tensor memory of a run in bytes, the maximum over ranks, if the run fits.
+    """Check that a run fits into the memory of a GPU, and return its peak tensor memory in bytes.
+
+    The peak is the maximum over ranks. A run fits if its peak and a reserve, for the CUDA context, NCCL and
+    fragmentation, fit.
 
     Args:
         reference: Checkpoint whose config is used if `checkpoint` has none.
-        checkpoint: Checkpoint to run.
+        checkpoint: Checkpoint that runs on the mesh.
         options: Options of the run.
         gpu_memory: Memory per GPU in bytes.
 

@@ -25,7 +25,7 @@ def reshard(options: ReshardOptions) -> ConversionReport:
     """
     stopwatch, log = Stopwatch(), options.log or Log()
     with open_source(options.src, options.dst, options) as checkpoint:
-        log(checkpoint)
+        log(checkpoint)  # records its notes
         traits = checkpoint.source.traits
         options.check_source(traits)
         output: OutputFormat = DcpFormat(options, options)

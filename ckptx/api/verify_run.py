@@ -1,4 +1,4 @@
-"""`verify --run`: start the ranks and merge their report.
+"""`verify --run`: start the ranks, and complete the report of rank 0.
 
 Under torchrun this process is one of the ranks. Otherwise it is the only rank, or it starts as many as the mesh needs,
 passes them its options as one document, and reads the report of rank 0.
@@ -44,7 +44,7 @@ def verify_models(options: VerifyRunOptions) -> RunReport:
     options = _with_recorded_layout(options, checkpoint, log if is_first_rank() and not is_launched_by_us() else Log())
     if options.tp_plan is not None:
         read_plan(str(options.tp_plan))  # errors are raised before a rank starts
-    if options.source_prefix_or_none is not None:
+    if options.source_prefix_or_none is not None:  # raises an error if neither checkpoint has the prefix
         view_both(open_checkpoint(reference), open_checkpoint(checkpoint), prefix=options.source_prefix_or_none)
     peak = None
     if options.gpu_bytes is not None and not is_launched_by_us() and is_first_rank():  # other ranks wait for rank 0
@@ -84,7 +84,7 @@ def _config_notes(reference: Path, checkpoint: Path) -> list[str]:
 
 
 def _with_recorded_layout(options: VerifyRunOptions, checkpoint: Path, log: Log) -> VerifyRunOptions:
-    """Return the options with the tensor-parallel rules and the stages in the manifest of the checkpoint.
+    """Return the options with the tensor-parallel rules and the stages that the manifest of the checkpoint records.
 
     The rules are used for tp > 1 if the options have no TP plan. The stages are used if the mesh has the same number of
     them, the schedule has one stage per rank, and the options leave the split at "even".
