@@ -41,7 +41,7 @@ def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions) -> Conversi
             output, config_need = MegatronFormat(options), "always"
         else:
             options.check_prefix(traits)
-            # A training checkpoint may have optimizer state, which is sharded and assigned to ranks like its parameters.
+            # A training checkpoint may have optimizer state, which is sharded and assigned to ranks like parameters.
             is_sharded = options.dims.world_size > 1 or traits.is_training_format
             output = DcpFormat(options, options if is_sharded else None)
             config_need = "config" if traits.is_training_format else "none"

@@ -162,7 +162,7 @@ def _group_sizes(view: ModelView) -> list[dict[str, Any]]:
 
 
 def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
-    """Return the view of a checkpoint; without its model class, and with a note, if a package to build it is missing."""
+    """Return the view of a checkpoint; without its model class, with a note, if a package to build it is missing."""
     try:
         return view_model(catalog, prefix=prefix, allow_several=True)
     except EnvironmentProblem as error:

@@ -37,8 +37,8 @@ class Catalog:
             storages in a `.bin`) have separate entries with equal chunks.
         objects: Pickled objects of a DCP by name; they are never unpickled.
         files: Size in bytes of every file with tensor data, by name.
-        identities: Identity of every file that was or will be read, taken before reading; for tensor files, that of the
-            open file from which the header was read.
+        identities: Identity of every file that was or will be read, by name, taken before reading; for tensor files,
+            that of the open file from which the header was read.
         sidecars: Files that are copied along with the weights.
         training_files: Names of files with training state next to a DCP, from which its trainer resumes; only outputs
             that keep training state have them.
@@ -101,7 +101,10 @@ class Catalog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data on disk, names that share bytes counted once."""
+        """Bytes of all tensors, without replicas and padding. Names that share bytes count once, with the largest size.
+
+        Names share bytes if their first chunks begin at the same position in a file.
+        """
         sizes: dict[object, int] = {}
         for entry in self.tensors.values():
             position = entry.position if entry.chunks else entry.name  # equal for names that share bytes

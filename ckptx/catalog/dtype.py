@@ -1,4 +1,4 @@
-"""The supported dtypes: safetensors name, torch name, and width.
+"""The supported dtypes: safetensors name, torch name, and bits per element.
 
 One table serves every format. `storage_class` is the legacy typed storage class that `torch.save` records for a dtype;
 newer dtypes have none and are pickled with `torch.storage.UntypedStorage`.
@@ -45,14 +45,14 @@ class DType:
         return (numel * self.bits + 7) // 8
 
     def to_torch_elements(self, counts: Shape) -> Shape:
-        """Return a shape or offsets in torch elements; the last count must be a multiple of `pack`."""
+        """Convert a shape or offsets from elements to torch elements; the last count must be a multiple of `pack`."""
         if self.pack == 1 or not counts:
             return counts
         assert not counts[-1] % self.pack
         return (*counts[:-1], counts[-1] // self.pack)
 
     def from_torch_elements(self, counts: Shape) -> Shape:
-        """Return a shape or offsets in elements."""
+        """Convert a shape or offsets from torch elements to elements."""
         return counts if self.pack == 1 or not counts else (*counts[:-1], counts[-1] * self.pack)
 
     def __repr__(self) -> str:

@@ -35,9 +35,11 @@ class Chunk(NamedTuple):
         region: Region of the tensor.
         file: Path of the file, relative to the root of the catalog.
         offset: Position of the first byte of the elements in the file; for an archive, of the archive.
-        nbytes: Length in bytes, from `offset`.
-        strides: Strides in elements, one per dim; None if the elements are row-major.
-        record: Record of the storage that contains the elements; None if the format has no checksums.
+        nbytes: Bytes from `offset` to the end of the last element; with strides, this includes bytes between the
+            elements. For an archive, its length.
+        strides: Strides in torch elements, see `DType.pack`, one per dim; None if the elements are row-major.
+        record: Record of the storage that contains the elements; None if the format has no checksums, or if
+            `is_archive`.
         is_archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
     """
 
@@ -214,13 +216,16 @@ class LazyChunks(Sequence[Chunk]):
 
     @property
     def parsed_chunks(self) -> tuple[Chunk, ...]:
-        """The parsed chunks."""
+        """The chunks; the first access reads and parses all archives."""
         if self._parsed_chunks is None:
             self._parsed_chunks = self._parse(self.archives)
         return self._parsed_chunks
 
     def parse_overlapping(self, region: Region) -> tuple[Chunk, ...]:
-        """Return the chunks that overlap a region, without parsing other archives or opening their files."""
+        """Return the chunks that overlap a region of the tensor, without parsing other archives or opening their files.
+
+        The result is not cached.
+        """
         return self._parse([each for each in self.archives if each.region.intersect(region) is not None])
 
     def __len__(self) -> int:
@@ -272,7 +277,10 @@ class TensorEntry(NamedTuple):
 
     @property
     def position(self) -> tuple[str, int]:
-        """File and first byte of the first chunk, equal for names that share bytes; no archive is opened."""
+        """File and offset of the first chunk, equal for names that share bytes; no archive is opened.
+
+        The tensor must have a chunk.
+        """
         chunks = self.chunks
         if type(chunks) is LazyChunks:
             chunks = chunks.archives

@@ -14,10 +14,13 @@ class FormatTraits(NamedTuple):
         has_archives: True if tensors are in `torch.save` archives, which have to be parsed.
         is_training_format: True if a trainer wrote it: names may have wrappers and a prefix, and there may be optimizer
             state and pickled objects.
-        can_keep_state: True if optimizer state can be kept, because its settings are stored along with its tensors.
-        is_published: True for the form in which models are published, with a config that matches the weights.
+        can_keep_state: False if optimizer state cannot be kept, because its settings are not stored along with its
+            tensors. Only used for training formats.
+        is_published: True for the form in which models are published, with a config that matches the weights;
+            `Catalog.is_published` is about one checkpoint.
         can_be_restored: True if its files can be recorded and written again byte for byte.
-        has_manifest: True if ckptx writes a manifest with a record of the original files.
+        has_manifest: True if the manifest of an output in this format records the original files. That of an HF
+            checkpoint has digests only, and is not read.
         has_model_names: True if tensors usually have the names of the model, not those of a published checkpoint.
     """
 

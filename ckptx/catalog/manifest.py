@@ -11,8 +11,9 @@
 It is written last, and contains no time, host or absolute path: the same input and options give the same bytes.
 `origin` records the original safetensors files, with their tensors in order, so that they can be restored byte for byte
 after any chain of conversions. A whole tensor refers to its `file`; a sharded one to a `cut`, which lists the file of
-each block. `stages` lists the layers of each pipeline stage as [path, first, stop]. `tied_to` is the name of the tensor
-with the same bytes, `model` the name of the tensor in the model if that differs.
+each block. `stages` lists the layers of each pipeline stage as [path, first, stop]: the path of the list of layers in
+the model, the index of the first layer, and the index after the last. `tied_to` is the name of the tensor with the same
+bytes, `model` the name of the tensor in the model if that differs. A digest is an xxh3-128, see transfer/digest.py.
 
 A manifest comes with a checkpoint that may be untrusted, so it is parsed into the values below or refused. It can
 determine the names of files and the order of tensors in them, but never their contents.
@@ -32,7 +33,7 @@ from ckptx.catalog.format_traits import TRAITS_BY_FORMAT, FormatTraits
 from ckptx.catalog.region import Region, Shape
 
 SCHEMA = 1
-RANK_ORDER = "pp,dp,tp"
+RANK_ORDER = "pp,dp,tp"  # axes from the slowest to the fastest, see layout/parallel_dims.py
 ORIGIN_FORMAT = "huggingface"
 
 
@@ -44,7 +45,13 @@ class FileRecord(NamedTuple):
 
 
 class ShardingRecord(NamedTuple):
-    """Blocks of equally sharded tensors: file index and region of each, and the indices of blocks that are replicas."""
+    """Blocks of equally sharded tensors.
+
+    Attributes:
+        files: File of each block, as an index in `files` of the manifest.
+        regions: Region of each block.
+        replicas: Indices of the blocks that are replicas.
+    """
 
     files: tuple[int, ...]
     regions: tuple[Region, ...]
@@ -55,12 +62,13 @@ class TensorRecord(NamedTuple):
     """Record of a tensor as it was written: whole in one file, or sharded.
 
     Attributes:
+        dtype, shape: Dtype and shape of the whole tensor.
         digest: Digest of its row-major bytes, in hex.
         file_index: Index of its file in `files` of the manifest; None if it is sharded.
         sharding_index: Index in `Manifest.shardings`; None if it is whole.
         tied_to: Name of the tensor with the same bytes that it is tied to; None if it is not tied.
-        model_name: Name that it is loaded as: the model name, or the disk name for a name of a trainer. None if that
-            is the stored name.
+        model_name: Name under which a model loads it: the model name, or the disk name if the stored name is that of a
+            trainer. None if it is loaded under its stored name.
     """
 
     dtype: DType
@@ -73,11 +81,12 @@ class TensorRecord(NamedTuple):
 
 
 class LayoutRecord(NamedTuple):
-    """Record of the mesh.
+    """Record of the mesh, of the stages and of the TP plan.
 
     Attributes:
         tp, pp, dp_shard: Sizes of the mesh.
-        stages: Layers of each pipeline stage as (path, first, stop); None if unknown.
+        stages: For each pipeline stage, its layers as (path of the list of layers, first index, index after the last);
+            None if unknown.
         tp_plan: Tensor-parallel rules of the user, pattern -> style; None if there were none.
     """
 
@@ -107,7 +116,7 @@ class OriginalIndex(NamedTuple):
 
     Attributes:
         name: File name.
-        metadata: `metadata` of the index, if transformers would write the same index.
+        metadata: `metadata` of the index, if transformers would write the same index; else None.
         text: The text of any other index; None if `metadata` is enough to write it again.
     """
 
@@ -155,7 +164,7 @@ class Manifest:
         layout: The mesh, and the layers of each pipeline stage.
         original: The files of the HF checkpoint at the beginning of the chain of conversions; None if there was none.
         shardings: Shardings, to which tensors refer by index.
-        files: Tensor files, then commit markers, by name.
+        files: Tensor files by name, then commit markers (the index, or `.metadata`).
         sidecars: Other files that were copied along with the weights, by name.
         tensors: Tensors by name on disk.
     """
@@ -206,7 +215,7 @@ def _encode_tensors(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _encode_around_digest(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the JSON text of an entry before and after the hexadecimal digits of its digest."""
+    """Return the JSON text of a tensor before and after the hexadecimal digits of its digest."""
     keys = list(entry)
     stop = keys.index("digest") + 1
     before = _encode_compact({**{key: entry[key] for key in keys[:stop]}, "digest": ""}).removesuffix('"}')

@@ -39,15 +39,20 @@ def find_contradiction(manifest: Manifest) -> Contradiction | None:
     Args:
         manifest: Parsed manifest, in which each field is valid by itself.
     """
-    return _check_layout(manifest) or _check_ties(manifest) or _check_shardings(manifest) or _check_file_sizes(manifest)
+    return (
+        _find_layout_contradiction(manifest)
+        or _find_tie_contradiction(manifest)
+        or _find_sharding_contradiction(manifest)
+        or _find_file_size_contradiction(manifest)
+    )
 
 
 def field_path(section: str, name: str) -> str:
-    """Return the path of the field of a file or tensor in a section of the manifest."""
+    """Return the path of the field of a file or tensor, such as `tensors["norm.weight"]`; long names are cut off."""
     return f"{section}[{json.dumps(name):.200}]"
 
 
-def _check_layout(manifest: Manifest) -> Contradiction | None:
+def _find_layout_contradiction(manifest: Manifest) -> Contradiction | None:
     stages, pp = manifest.layout.stages, manifest.layout.pp
     if stages is not None and len(stages) != pp:
         return Contradiction("layout.stages", f"{len(stages)} stages", f"{pp}, the value of layout.pp")
@@ -60,7 +65,7 @@ def _check_layout(manifest: Manifest) -> Contradiction | None:
     return None
 
 
-def _check_ties(manifest: Manifest) -> Contradiction | None:
+def _find_tie_contradiction(manifest: Manifest) -> Contradiction | None:
     for name, tensor in manifest.tensors.items():
         if tensor.tied_to is not None and manifest.tensors[tensor.tied_to].digest != tensor.digest:
             return Contradiction(
@@ -69,8 +74,8 @@ def _check_ties(manifest: Manifest) -> Contradiction | None:
     return None
 
 
-def _check_shardings(manifest: Manifest) -> Contradiction | None:
-    """Check that the blocks of a tensor without its replicas tile its shape, and that each replica repeats a block."""
+def _find_sharding_contradiction(manifest: Manifest) -> Contradiction | None:
+    """Find a tensor whose blocks without replicas do not tile its shape, or with a replica that repeats no block."""
     checked: set[tuple[int, tuple[int, Shape]]] = set()
     for name, tensor in manifest.tensors.items():
         if tensor.sharding_index is None or (tensor.sharding_index, salted_key(tensor.shape)) in checked:
@@ -95,8 +100,8 @@ def _regions_without_replicas(sharding: ShardingRecord) -> list[Region]:
     return [region for index, region in enumerate(sharding.regions) if index not in replicas]
 
 
-def _check_file_sizes(manifest: Manifest) -> Contradiction | None:
-    """Check that a file is at least as large as its tensors; tied names may share bytes and are not counted."""
+def _find_file_size_contradiction(manifest: Manifest) -> Contradiction | None:
+    """Find a file that is smaller than its tensors; tied names may share bytes and are not counted."""
     names, sizes = list(manifest.files), Counter[int]()
     tensor_counts: Counter[tuple[int, int]] = Counter()
     for tensor in manifest.tensors.values():
@@ -106,10 +111,10 @@ def _check_file_sizes(manifest: Manifest) -> Contradiction | None:
             sizes[tensor.file_index] += prod(tensor.shape) * tensor.dtype.bits // 8
         elif tensor.sharding_index is not None:
             tensor_counts[tensor.sharding_index, tensor.dtype.bits] += 1
-    for (number, bits), tensors in tensor_counts.items():
-        sharding = manifest.shardings[number]
+    for (sharding_index, bits), tensor_count in tensor_counts.items():
+        sharding = manifest.shardings[sharding_index]
         for file, region in zip(sharding.files, sharding.regions, strict=True):
-            sizes[file] += tensors * (region.numel * bits // 8)
+            sizes[file] += tensor_count * (region.numel * bits // 8)
     for file, nbytes in sizes.items():
         recorded = manifest.files[names[file]].nbytes
         if recorded < nbytes:

@@ -38,8 +38,8 @@ from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_MANIFEST_BYTES, find_shape_fault
 
 _MAX_VALUES = 1 << 24  # JSON values of any type; the largest published model with its optimizer state has a tenth
-_INTEGER_STOP = 1 << 63
-# Formats that a manifest can describe: outputs that have one, then sources that it can restore.
+_INTEGER_STOP = 1 << 63  # every integer must be less, so that it fits an int64
+# Formats of outputs with a manifest: those whose manifest records the original files, then HF checkpoints.
 _FORMATS = (
     *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.has_manifest),
     *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.can_be_restored),
@@ -128,7 +128,7 @@ class _ManifestParser:
     """Parser of one manifest; raises `_InvalidField` with the path of the field in the file."""
 
     def __init__(self) -> None:
-        self._shapes: UniqueTuples[Shape] = UniqueTuples()
+        self._shapes: UniqueTuples[Shape] = UniqueTuples()  # equal shapes share one tuple
         self._fitting_shapes: list[set[tuple[int, Shape]]] = []  # for each sharding, the shapes that contain its blocks
 
     def parse(self, document: Mapping[str, Any], path: str) -> Manifest:
@@ -162,6 +162,13 @@ class _ManifestParser:
         )
 
     def _parse_section(self, document: Mapping[str, Any], key: str, parse_entry: Callable[[Any], T]) -> dict[str, T]:
+        """Return the parsed entries of a section by name.
+
+        Args:
+            document: The manifest.
+            key: "files", "sidecars" or "tensors".
+            parse_entry: Parses the value of one name; the field in its error, such as ".dtype", follows that name.
+        """
         entries = self._require_object(document.get(key), key)
         for name in entries:
             fault = None if key == "tensors" else find_name_fault(name)

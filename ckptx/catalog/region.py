@@ -115,8 +115,8 @@ def _find_slab_fault(
     return None
 
 
-_MAX_SLAB_REGIONS = 1 << 20
-_Slab = tuple[int, int, list[Region]]
+_MAX_SLAB_REGIONS = 1 << 20  # part of the budget of `_find_slab_fault` that does not depend on the number of regions
+_Slab = tuple[int, int, list[Region]]  # begin and size along one dim, and the regions that span them
 
 
 def _group_by_span(regions: list[Region], dim: int) -> list[_Slab]:
@@ -129,6 +129,7 @@ def _group_by_span(regions: list[Region], dim: int) -> list[_Slab]:
 
 
 def _are_disjoint(groups: list[_Slab]) -> bool:
+    """Return True if no two groups, which are in order, overlap along their dim."""
     return all(a + n <= b for (a, n, _), (b, _, _) in pairwise(groups))
 
 
@@ -181,6 +182,7 @@ def flat_range_regions(shape: Shape, begin: int, end: int) -> list[Region]:
 
 
 def _regions_in_row(shape: Shape, index: int, begin: int, end: int) -> list[Region]:
+    """Return the regions of elements `begin` to `end` of the slice at `index` of dim 0, where 0 is its first element."""
     return [
         Region((index, *region.offsets), (1, *region.sizes)) for region in flat_range_regions(shape[1:], begin, end)
     ]
