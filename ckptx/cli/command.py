@@ -129,7 +129,7 @@ def _write_rows(formatter: click.HelpFormatter, rows: Sequence[tuple[str, str]])
 
 
 class _PathArgument(click.Path):
-    """Type of an argument that is a path, with advice for its absence."""
+    """Type of an argument that is a path, with advice for the error if it is missing; "" for the message of click."""
 
     def __init__(self, advice: str) -> None:
         super().__init__()
@@ -163,6 +163,7 @@ class SectionedGroup(_SectionedHelp, click.Group):
             names, group = self.list_commands(ctx), name_of_call(ctx)
             aliases = [each.split()[-1] for each in commands_by_name() if each.rpartition(" ")[0] == group]
             matches = get_close_matches(name, [*names, *aliases], 1)
+            # A command of another group with exactly this name takes precedence over a similar name.
             matches = [each for each in commands_by_name() if each.split()[-1] == name] or matches
             if matches and group and matches[0] not in names + aliases:
                 matches[0] = f"ckptx {matches[0]}"
@@ -186,7 +187,7 @@ class CommandCall(NamedTuple):
 
     Attributes:
         name: Name of the command in the call, which may be an alias such as "convert hf2dcp".
-        values: Options and arguments of the Python function that are set, by name.
+        values: Keyword arguments for the Python function: options and arguments that are set, by name.
         output: Table of the options for the output of the command.
         defaults: Flag and origin of each default from a file or the environment, such as "--tp (CKPTX_TP)", for a note.
     """
@@ -198,7 +199,7 @@ class CommandCall(NamedTuple):
 
 
 def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[[CommandCall], int]], SectionedCommand]:
-    """Decorate a function as a click command; its docstring is the help.
+    """Decorate a function that runs a call and returns the exit code, as a click command; its docstring is the help.
 
     Args:
         name: Name of the command in `COMMANDS`.
@@ -233,6 +234,8 @@ def define_command(name: str, *, examples: Sequence[str]) -> Callable[[Callable[
 
 def _make_call(entry: Command, values: Mapping[str, Any]) -> CommandCall:
     """Add defaults to the values that click has parsed, and split them into options of the function and of the output.
+
+    Global options are added to the object of the root context.
 
     Raises:
         CkptxError: An option of the output or a default has an invalid value.
@@ -291,8 +294,9 @@ def make_params(tables: Sequence[type[Options]]) -> list[click.Parameter]:
     for table in tables:
         for name, setting in settings_of(table).items():
             entry = entries.get(name)
+            # A title that differs from the section shows the condition that all its options have.
             text = "" if entry is None else entry.full_text(with_condition=titles[entry.section] == entry.section)
-            for param in _make_params(setting, text, is_global=table is GlobalOptions):
+            for param in _params_of_setting(setting, text, is_global=table is GlobalOptions):
                 params.setdefault(str(param.name), param)
     return list(params.values())
 
@@ -306,7 +310,17 @@ def _argument_rows(tables: Sequence[type[Options]]) -> list[tuple[str, str]]:
     return list(help_by_placeholder.items())
 
 
-def _make_params(setting: Setting, text: str, *, is_global: bool) -> list[click.Parameter]:
+def _params_of_setting(setting: Setting, text: str, *, is_global: bool) -> list[click.Parameter]:
+    """Return the click parameters of a setting: an argument, or an option with its shorthands and former flags.
+
+    Args:
+        setting: Field of a table of options.
+        text: Help of the option.
+        is_global: True to store the value in the root context instead of passing it to the command.
+
+    Returns:
+        The parameters; empty for a hook, and for an argument that the name of the command sets.
+    """
     annotation = setting.annotation
     if isinstance(annotation, Argument):
         is_required = setting.is_required and not annotation.is_optional

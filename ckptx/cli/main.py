@@ -119,7 +119,7 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
     """Run the command line and exit with the code that docs/troubleshooting.md promises.
 
     Args:
-        work: Function to run instead of the command line; returns the exit code.
+        work: Function to run instead of the command line; returns the exit code. A value that is no integer means 0.
     """
     prepare_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads that ckptx does not use
@@ -143,7 +143,11 @@ def main(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -
 
 
 def run(work: Callable[[], object] = lambda: cli.main(standalone_mode=False)) -> None:
-    """Run `main` and end the process without freeing catalogs of a hundred thousand tensors first."""
+    """Run `main` with signal handlers, and end the process at once.
+
+    Catalogs of a hundred thousand tensors are not freed first. Exit handlers do not run either, unless a module is
+    imported whose exit handlers must.
+    """
 
     def work_with_handlers() -> object:
         install_handlers()

@@ -46,7 +46,8 @@ class Output:
     """Output of one run, controlled by the global options and the environment.
 
     Attributes:
-        quiet: True to print errors and verdicts only: with `--quiet`, and on every rank but the first.
+        quiet: True to print errors and verdicts only: with `--quiet`, and on every rank but the first, which prints no
+            verdict either.
         as_json: True to print the report as JSON instead of text.
         report_file: Path of the JSON report; None to write none.
     """
@@ -74,7 +75,7 @@ class Output:
             str(output.report_file) if isinstance(output, ReportOutput) and output.report_file is not None else None
         )
         self._page_makers = dict(pages or {})
-        self._is_plain = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
+        self._is_colorless = bool(settings.get("no_color") or os.environ.get("NO_COLOR"))
         self._is_verbose = bool(settings.get("verbose"))
         hides_progress = os.environ.get("CI") or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
         self._shows_progress = not (self.quiet or self.as_json or hides_progress)
@@ -121,18 +122,18 @@ class Output:
                 report = make_report(log)
         except CkptxError as error:
             exception, message = error, str(error)
-            self._trace(error)
+            self._print_trace_if_verbose(error)
         except MemoryError as error:
             advice = "reduce --max-memory" if _makes_checkpoint(command) else "use a machine with more memory"
             exception, message = error, f"out of memory; {advice}"
-            self._trace(error)
+            self._print_trace_if_verbose(error)
         except (KeyboardInterrupt, Terminated) as error:
             exception, message = error, f"interrupted{advice_on_interruption()}"
         except Exception as error:  # a defect in ckptx, which is never reported as a difference
             exception = find_environment_problem(error) or error
             internal = f"internal error: {type(error).__name__}: {error}; please report it"
             message = internal if exception is error else str(exception)
-            self._trace(error)
+            self._print_trace_if_verbose(error)
         self._close_bar()
         if report is not None:
             code = self._deliver(stopwatch.stop(report), format_report, format_verdict)
@@ -152,6 +153,7 @@ class Output:
             for note in report.notes:
                 click.echo(f"note: {one_line(note)}", err=True)
         formatter = format_verdict if self.quiet and format_verdict is not None else format_report
+        # The note of a dry run whose output does not fit on the disk: with --quiet it is printed as the error.
         space_note = next((each for each in report.notes if each.startswith(NOT_ENOUGH_SPACE)), None)
         if self.quiet and code == SpaceError.exit_code and space_note is not None:
             if self._is_first_rank:
@@ -172,7 +174,7 @@ class Output:
 
     def red(self, text: str) -> str:
         """Return a string in red if stdout is a terminal and colors are allowed."""
-        return text if self._is_plain or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
+        return text if self._is_colorless or not sys.stdout.isatty() else click.style(text, fg="red", bold=True)
 
     def print_partial(self, report: R, format_report: Callable[[R], str]) -> bool:
         """Print a part of a report that is not complete yet.
@@ -207,12 +209,13 @@ class Output:
             code = print_result(report.to_json()) or code
         return code
 
-    def _trace(self, error: BaseException) -> None:
+    def _print_trace_if_verbose(self, error: BaseException) -> None:
         """Print the traceback of an error with `--verbose` or `CKPTX_DEBUG=1`."""
         if self._is_verbose or os.environ.get("CKPTX_DEBUG") == "1":
             _print_traceback(error)
 
     def _step_log(self) -> AbstractContextManager[None]:
+        """Return a context that prints log records to stderr with `--verbose`; one without effect otherwise."""
         if not self._is_verbose:
             return nullcontext()
         from ckptx.cli.steps import log_steps

@@ -45,7 +45,7 @@ def command(call: CommandCall) -> int:
         raise click.UsageError("Missing argument 'RECIPE'", click.get_current_context())
     gc.enable()  # models, unlike catalogs, are full of reference cycles
     output = Output(call.output, _pages(call.values["recipe"], call.output))
-    num_printed: int | None = None
+    num_printed: int | None = None  # number of phases that are printed; None if nothing is printed yet
 
     def print_phase(report: RobustnessReport) -> None:
         nonlocal num_printed

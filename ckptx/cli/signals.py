@@ -21,8 +21,8 @@ from ckptx.processes.imports import threads_without_forks
 HANDLER_SECONDS = 3.0  # from the signal to the start of its handler
 CLEANUP_SECONDS = 20.0  # from the start of the handler, for the exception to end threads and close files
 
-_is_handled = threading.Event()
-_advice: Callable[[], str] = str
+_is_handled = threading.Event()  # set when a handler starts
+_advice: Callable[[], str] = str  # see `set_advice`; `str` returns ""
 
 
 def set_advice(advice: Callable[[], str]) -> None:
@@ -47,12 +47,18 @@ def install_handlers() -> None:
 
 
 def _raise_termination(number: int, frame: FrameType | None) -> None:
+    """Raise the exception for a signal; Python calls this handler in the main thread."""
     _is_handled.set()
     raise HungUp if number == signal.SIGHUP else Terminated
 
 
 def _watch_wakeup_pipe(reader: int, numbers: frozenset[int]) -> None:
-    """End the process if one of the signals arrives and its handler does not end it in time."""
+    """End the process if one of the signals arrives and its handler does not end it in time.
+
+    Args:
+        reader: Descriptor of the pipe, to which Python writes the number of each signal as one byte.
+        numbers: Signals that end the process.
+    """
     while received := os.read(reader, 16):
         for number in numbers.intersection(received):
             if _is_handled.wait(HANDLER_SECONDS):

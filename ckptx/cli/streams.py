@@ -41,7 +41,11 @@ def _open_text_stream(descriptor: int, mode: str) -> io.TextIOWrapper:
 
 
 def print_result(text: str) -> int:
-    """Write a result to stdout and return the exit code; a closed pipe is not a failure."""
+    """Write a result to stdout.
+
+    Returns:
+        0, also if the reader has closed the pipe; the exit code of the error, which is printed, for other failures.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
