@@ -1,4 +1,7 @@
-"""Compare two configs as their classes read them, key by key, before anything is run.
+"""Compare two configs key by key, before anything is run.
+
+`verify` compares the contents of `config.json`; `verify --run` compares the configs as their classes read them, with
+defaults.
 
 Equal outputs do not show that two configs are equal, because the inputs of a run are short: an attention window of 64
 tokens instead of 4,096 changes no logit of an input of twelve tokens. Therefore every key with different values is
@@ -73,7 +76,7 @@ def compare_configs(
     """Return the differences, sorted by key; keys whose effect shows in the tensors are not compared.
 
     Args:
-        reference: Config of the reference, from `to_dict()` of its class.
+        reference: Config of the reference: the contents of `config.json`, or `to_dict()` of its class.
         checkpoint: Config of the checkpoint, likewise.
         relevant_keys: Keys with an effect on this class, although they have none on most others.
     """
@@ -105,7 +108,10 @@ def _iter_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Compare values: 1 equals 1.0, a list equals a tuple, True does not equal 1, and an absent value is None."""
+    """Return True for equal values: 1 equals 1.0, a list equals a tuple, NaN equals NaN, but True does not equal 1.
+
+    The value of an absent key is None, so that it equals a null.
+    """
     if isinstance(a, bool) != isinstance(b, bool):
         return False
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

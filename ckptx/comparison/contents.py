@@ -45,7 +45,7 @@ from ckptx.transfer.overflow_counts import OverflowCounts, OverflowCountsByTenso
 from ckptx.transfer.stream import CheckedRecords, TensorReader, strided_row_nbytes
 from ckptx.wording import counted, first_of
 
-_BUFFER = 1 << 20
+_BUFFER = 1 << 20  # bytes
 _MAX_LISTED_KEYS = 4  # keys of a config in a note
 
 
@@ -166,7 +166,9 @@ def _has_effect(difference: ConfigDifference) -> bool:
 
 
 def _dequantize_both(a: Catalog, b: Catalog, dtype: str) -> tuple[Catalog, Catalog]:
-    """Decode the quantized weights of either checkpoint.
+    """Decode the quantized weights of both checkpoints to one dtype: F32 for --dtype fp16 and fp32, otherwise BF16.
+
+    A checkpoint that is not quantized is returned unchanged.
 
     Raises:
         InputError: Neither is quantized.
@@ -252,7 +254,14 @@ def _note_on_dtypes(
 
 @dataclass(slots=True)
 class _Pair:
-    """Two tensors to compare; the first is cast to `dtype`."""
+    """Two tensors to compare.
+
+    Attributes:
+        name: Name in the report.
+        a: Tensor of the reference.
+        b: Tensor of the checkpoint, whose dtype is `dtype`.
+        dtype: Dtype to which `a` is cast first.
+    """
 
     name: str
     a: TensorEntry
@@ -349,10 +358,22 @@ class _Comparison:
     _errors: list[BaseException] = field(default_factory=list)
 
     def run(self, workers: int, on_progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+        """Compare all pairs.
+
+        Args:
+            workers: Maximum number of threads; fewer are used if `max_memory` is too small for them.
+            on_progress: Called with the bytes of the reference that are compared, and with all of its bytes.
+
+        Returns:
+            Entries of `differing` in the report.
+
+        Raises:
+            InputError, UnsupportedError: A tensor cannot be read.
+        """
         queue = deque(sorted(_group_pairs(self.pairs), key=lambda group: -sum(self.pairs[i].a.nbytes for i in group)))
         total = sum(pair.a.nbytes for pair in self.pairs)
         largest_row = max((strided_row_nbytes(entry) for pair in self.pairs for entry in (pair.a, pair.b)), default=0)
-        if largest_row:
+        if largest_row:  # each thread has two readers, and each reader has to buffer a row
             workers = max(1, min(workers, self.max_memory // (2 * largest_row)))
         compared_nbytes = [0] * workers
         lock = threading.Lock()
@@ -394,7 +415,8 @@ class _Digests:
     Attributes:
         readers: Readers of both checkpoints.
         overflow_counts: Overflows and underflows in the casts, by tensor.
-        _leaves: Leaves of the digests so far, by side, location of the bytes and dtype after the cast.
+        _leaves: Leaves of the digests so far, by side (0 for the reference, 1 for the checkpoint), chunks, stored dtype
+            and dtype after the cast.
     """
 
     readers: tuple[TensorReader, TensorReader]
@@ -402,7 +424,7 @@ class _Digests:
     _leaves: dict[object, Sequence[bytes]] = field(default_factory=dict)
 
     def leaves_of(self, pair: _Pair, side: int) -> Sequence[bytes]:
-        """Return the leaves of the digest of one side of a pair, cast to the dtype of the pair."""
+        """Return the leaves of the digest of one side of a pair (0 or 1), cast to the dtype of the pair."""
         entry = (pair.a, pair.b)[side]
         key = side, entry.chunks, entry.dtype, pair.dtype
         if key not in self._leaves:

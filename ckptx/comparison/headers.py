@@ -39,7 +39,8 @@ def diff(options: DiffOptions) -> DiffReport:
     This function reads headers, and samples of 64 KiB from tied weights that are stored twice. It does not compare
     contents; `verify` does.
 
-    Optimizer state and other state is not compared; `not_compared` of the report has its size.
+    Optimizer state and other state is not compared; `not_compared` of the report has the numbers of its tensors and
+    objects.
 
     The `exit` of the report is 1 if they differ. A tied name that only one checkpoint stores is not a difference if
     the other stores the tensor that it is tied to in the same shape and dtype.
@@ -127,9 +128,10 @@ def view_both(
 
 
 def _without_shared_prefix(view: ModelView, other: ModelView, trust_remote_code: bool) -> ModelView:
-    """Return the view without a prefix of all its names that the names of the other checkpoint lack, as `convert` does.
+    """Return the view without a prefix that all its names have and the names of the other checkpoint lack.
 
-    Only models of an unknown class are concerned; for others, the prefix was found by the names of the class.
+    `convert` does the same with the names of the base. A model of a known class stays unchanged, because its prefix was
+    found by the names of the class.
     """
     shared = shared_prefix_of_unknown_class(view, other.tensors.keys())
     if shared is None or not shared.is_absent_in_base:
@@ -142,6 +144,11 @@ def _without_shared_prefix(view: ModelView, other: ModelView, trust_remote_code:
 def _view_with_config_of(
     catalog: Catalog, other: Catalog, prefix: str | None, trust_remote_code: bool = False
 ) -> ModelView:
+    """Return the view of a checkpoint; without a config, with that of the other checkpoint if it matches, and a note.
+
+    Raises:
+        InputError, UnsupportedError: See `view_model_under`.
+    """
     if catalog.config is not None or other.config is None:
         return view_model_under(catalog, prefix, trust_remote_code=trust_remote_code)
     try:
@@ -169,7 +176,10 @@ def _note_on_duplicates(view: ModelView) -> list[str]:
 
 
 def _replace_chunks(view: ModelView) -> ModelView:
-    """Replace the chunks of each tensor by one that only identifies its bytes, so that archives are not opened."""
+    """Replace the chunks of each tensor by one that only identifies its bytes, so that archives are not opened.
+
+    Two tensors get equal chunks if they share bytes; a tensor without elements shares them with no other.
+    """
     tensors = {}
     for name, entry in view.tensors.items():
         chunk = entry.chunks[0] if entry.chunks and entry.numel else None
@@ -276,7 +286,7 @@ class TiedNames:
     """Names of the same tensor: tied by the config, recorded as tied by a manifest, or sharing bytes in a DCP.
 
     Attributes:
-        groups: Name -> all names tied to it, directly or indirectly, in all spellings that the class loads.
+        groups: Name -> itself and all names tied to it, directly or indirectly, in all spellings that the class loads.
         sources: Name -> names that the config directly ties it to.
         state: Stored name of training state -> stored name of the state that a manifest records as the same tensor.
     """

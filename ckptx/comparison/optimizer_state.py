@@ -1,8 +1,8 @@
 """Comparison of training state by name: moments, counters, and other tensors that a trainer stores.
 
-Trainers name state differently, so names are compared after the parameter in each is replaced with its model name. On a
-mesh, each of two tied tensors may have its own copy of the state, so a state that one side lacks is compared with the
-state of the tied tensor on that side.
+Trainers name state differently, so names are compared after the parameter name in each of them is replaced with its
+name in the view or in the model. On a mesh, each of two tied tensors may have its own copy of the state, so a state that
+one side lacks is compared with the state of the tied tensor on that side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptx.model_view.view import ModelView, rules_of
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
-_PICKLE_MAGIC_NBYTES = 2
+_PICKLE_MAGIC_NBYTES = 2  # a pickle begins with the opcode PROTO (0x80) and the number of the protocol
 _READ_BYTES = 1 << 20  # bytes of an object per read
 
 
@@ -30,7 +30,8 @@ class StatePairs:
     """Training state of two checkpoints, paired for a comparison.
 
     Attributes:
-        pairs: Stored name of the first tensor, and both tensors, which have equal dtypes and shapes.
+        pairs: Stored name in the first checkpoint (or in the second, if only that has it), and both tensors, which have
+            equal dtypes and shapes.
         differences: Entries of `differing` in the report: names, shapes or dtypes that differ.
         is_comparable: False if the two have no name in common; then there are neither pairs nor differences.
     """
@@ -51,8 +52,8 @@ def pair_state(a: ModelView, b: ModelView, ties: TiedNames, *, in_model_names: b
     Args:
         a: First view, with every chunk located; its entries have their stored names.
         b: Second view, with the same requirements.
-        ties: Tied names, in the names that are compared.
-        in_model_names: True if `ties` has model names, which are then compared; False to compare names of the views.
+        ties: Tied names: model names if `in_model_names`, else names of the views.
+        in_model_names: True to compare names with the model name of the parameter, False with its name in the view.
     """
     first, second = (_index_state(view, in_model_names) for view in (a, b))
     if not first.keys() & second.keys():
@@ -85,12 +86,12 @@ class UncomparedObjects:
 
     @property
     def count(self) -> int:
-        """Return the number of objects."""
+        """Number of objects."""
         return len(self.differing) + len(self.unpaired)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the notes for the report."""
+        """Notes for the report, at most one for each of the two kinds."""
         groups = ((self.differing, "with different bytes"), (self.unpaired, "in only one checkpoint"))
         return tuple(
             f"not compared: {counted(len(names), 'pickled object')} {reason}: {first_of(names)}"
@@ -129,7 +130,8 @@ class _StateTensor:
     Attributes:
         entry: Tensor on disk.
         state: Parts of its name; None if it belongs to no parameter.
-        parameter: Name of its parameter, as compared; empty if it belongs to none.
+        parameter: Name of its parameter in the view or in the model, whichever is compared; empty if it belongs to
+            none.
     """
 
     entry: TensorEntry
@@ -156,6 +158,7 @@ def _index_state(view: ModelView, in_model_names: bool) -> dict[str, _StateTenso
 
 
 def _model_name(view: ModelView, name: str) -> str:
+    """Return the model name of a name in the view; a name that the rules do not know stays unchanged."""
     if view.trainer_conversions:
         name = TrainerRules(view.trainer_conversions).disk_name(name) or name
     rules = rules_of(view)
@@ -183,6 +186,7 @@ def _find_tied_state(
 
 
 def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFiles]) -> bool:
+    """Return True if two objects have the same bytes; False if a file ends before its object does."""
     if a.nbytes != b.nbytes:
         return False
     for offset in range(0, a.nbytes, _READ_BYTES):
@@ -190,7 +194,7 @@ def _are_equal(a: BytesEntry, b: BytesEntry, files: tuple[SourceFiles, SourceFil
         for entry, source_files in zip((a, b), files, strict=True):
             block = bytearray(min(_READ_BYTES, entry.nbytes - offset))
             if source_files.read_into(entry.file, entry.offset + offset, [memoryview(block)]) < len(block):
-                return False  # the file ends before the object does
+                return False
             blocks.append(block)
         if blocks[0] != blocks[1]:
             return False

@@ -26,18 +26,18 @@ def find_dtype_differences(
     *,
     reference_config: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Count the tensors of a checkpoint whose stored dtype is not the expected one.
+    """Find the tensors of a checkpoint whose stored dtype is not that of the reference, or not that of the config.
 
     Args:
         reference: Tensors of the reference by model name.
         checkpoint: Tensors of the checkpoint by model name.
         config: Contents of the `config.json` of the checkpoint, or of that of the reference.
-        architecture: Class of the checkpoint; tensors that it does not have are skipped.
+        architecture: Class of the checkpoint, tensors that it does not have are skipped; None for an unknown class.
         reference_config: Path of the `config.json` of the reference, if `config` is from there; else None.
 
     Returns:
-        An entry for each pair of dtypes: `against` ("reference" or "config"), `stored`, `expected`, `tensors` (their
-        number), the first `names` in the model, and `reference_config`.
+        An entry for each pair of dtypes: `against` ("reference" or "config"), `stored` and `expected` (safetensors
+        names), `tensors` (their number), `names` (the first three model names), and `reference_config`.
     """
     names_by_dtypes: dict[tuple[str, str, str], list[str]] = {}
     declared = _read_config_dtype(config or {})
@@ -47,8 +47,8 @@ def find_dtype_differences(
         reference_entry = reference.get(name)
         if reference_entry is not None and reference_entry.dtype is not entry.dtype:
             names_by_dtypes.setdefault(("reference", entry.dtype.name, reference_entry.dtype.name), []).append(name)
-        is_cast = declared is not None and entry.dtype.is_castable and entry.dtype is not declared
-        if declared is not None and is_cast and not _keeps_fp32(name, entry.dtype, declared, architecture):
+        would_be_cast = declared is not None and entry.dtype.is_castable and entry.dtype is not declared
+        if declared is not None and would_be_cast and not _keeps_fp32(name, entry.dtype, declared, architecture):
             names_by_dtypes.setdefault(("config", entry.dtype.name, declared.name), []).append(name)
     return [
         {

@@ -25,7 +25,7 @@ def note_on_uncompared(view: ModelView, *, objects: int = 0) -> tuple[str, ...]:
 
     Args:
         view: View of the checkpoint.
-        objects: Number of its pickled objects, to count them as well.
+        objects: Number of its pickled objects that are not compared.
     """
     counts = uncompared_text(count_uncompared(view, objects=objects))
     return (f"{view.catalog.location}: not compared: {counts}",) if counts else ()
