@@ -1,8 +1,8 @@
 """Comparison of training state by name: moments, counters, and other tensors that a trainer stores.
 
 Trainers name state differently, so names are compared after the parameter name in each of them is replaced with its
-name in the view or in the model. On a mesh, each of two tied tensors may have its own copy of the state, so a state that
-one side lacks is compared with the state of the tied tensor on that side.
+name in the view or in the model. On a mesh, each of two tied tensors may have its own copy of the state, so a state
+that one side lacks is compared with the state of the tied tensor on that side.
 """
 
 from __future__ import annotations
