@@ -54,7 +54,7 @@ class Compositions:
             module path.
         others: Compositions for all other modules, such as those of a vision tower, by the same keys.
         stacks: Paths of the layer lists; empty to use `layers` for every module.
-        transposed: Patterns of modules whose weight is stored [in, out].
+        transposed: Patterns of module paths, with `*` for each index, whose weight is stored [in, out].
         is_complete: True if a tensor without a composition is known to be of plain features.
         is_of_unknown_class: True if any tensor without a composition may be fused, because only names suggest the
             parts; then only a plan declares them.
@@ -81,7 +81,9 @@ class Compositions:
 
 
 def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part], tp: int) -> bool:
-    """Return True if each TP rank holds its chunk of every part, in whole heads, and no rank lacks a part.
+    """Return True if each TP rank holds its chunk of every part, in whole heads.
+
+    With several parts, or heads of more than one element, it is also required that no rank lacks a part.
 
     Args:
         shape: Shape of the whole tensor.
@@ -100,7 +102,7 @@ def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part],
 
 
 def _heads_by_rank(parts: Iterable[Part], tp: int) -> list[tuple[int, list[int]]]:
-    """Return for each part the size of a head, and how many of them each rank holds."""
+    """Return for each part the size of a head, and the number of heads on each rank."""
     return [(size, [n for _, n in ceil_chunks(count, tp)]) for count, size in parts]
 
 

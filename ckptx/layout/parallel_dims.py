@@ -1,7 +1,7 @@
 """Mesh dimensions: the size of each kind of parallelism, and the coordinates of each rank.
 
 rank = (pp_index * dp + dp_index) * tp + tp_index  tp_index runs fastest, pp_index slowest
-dp_index = replica * dp_shard + shard              dp = dp_replicate * dp_shard ranks that see different data
+dp_index = replica * dp_shard + shard              dp = dp_replicate * dp_shard ranks with different batches
 
 Checkpoint files do not depend on dp_replicate, as all replicas hold the same data.
 """
@@ -71,5 +71,5 @@ class ParallelDims:
         return dp * self.tp + tp
 
     def ranks_of_stage(self, pp: int) -> range:
-        """Return the global ranks of a stage, in the order of rank_in_stage."""
+        """Return the global ranks of a stage, in the order of `rank_in_stage`."""
         return range(pp * self.ranks_per_stage, (pp + 1) * self.ranks_per_stage)

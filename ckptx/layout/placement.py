@@ -37,10 +37,11 @@ class Placement(NamedTuple):
     Unlike torch's `Placement`, it can shard the parts of a fused tensor separately, and there is no partial one.
 
     Attributes:
-        dim: Sharded dim.
+        dim: Sharded dim, from 0.
         groups: Widths along `dim` of the groups, the parts that are fused there ([q|k|v], [gate|up]). Each is sharded
             separately, and they add up to the dim. One group is DTensor's `Shard(dim)`.
-        align: Width of a head. It does not change the shards, but shows whether their bounds fall between heads.
+        align: Size of a head along `dim`; 1 without heads. It does not change the shards, but shows whether they begin
+            and end between heads.
     """
 
     dim: int
@@ -150,7 +151,7 @@ def scale_placement(
         tp: Number of TP ranks.
 
     Returns:
-        The placement, None to replicate, and a reason for the report.
+        The placement of the scale (None to replicate it), and a reason for the report.
     """
     if not shape:
         return None, "scale replicated: one value for the whole weight"
@@ -174,7 +175,11 @@ def scale_placement(
 
 
 def _is_sharded(shape: Shape, placement: Placement, pack: int) -> bool:
-    """Return False if a group along the last dim does not divide into packs, so that the tensor is not sharded."""
+    """Return False if a group along the last dim does not divide into packs, so that the tensor is not sharded.
+
+    Raises:
+        InternalError: The placement does not match the shape.
+    """
     dim, groups, _ = placement
     if not 0 <= dim < len(shape) or sum(groups) != shape[dim]:
         raise InternalError(
@@ -187,7 +192,16 @@ def _is_sharded(shape: Shape, placement: Placement, pack: int) -> bool:
 def _fsdp_shard(
     regions: tuple[Region, ...], is_dim0_sharded: bool, dp: int, dp_shard: int, granularity: int
 ) -> list[Region]:
-    """Return the FSDP shard of a TP rank's local tensor, as regions of the whole tensor."""
+    """Return the FSDP shard of a TP rank's local tensor, as regions of the whole tensor.
+
+    Args:
+        regions: Regions of the TP rank, one per group.
+        is_dim0_sharded: True if TP shards dim 0, so that the local rows are those of all regions, one after another;
+            False if all regions have the same rows.
+        dp: Index of the FSDP rank.
+        dp_shard: Number of FSDP ranks.
+        granularity: Number of rows that stay together.
+    """
     if dp_shard == 1 or not regions:
         return list(regions)
     if not regions[0].sizes:
@@ -208,7 +222,7 @@ def _fsdp_shard(
 
 @lru_cache(maxsize=4096)
 def _chunks(n: int, parts: int, granularity: int) -> tuple[Span, ...]:
-    """Split like `ceil_chunks`, in whole units; if `n` does not divide into units, the first part gets all."""
+    """Split like `ceil_chunks`, in units of `granularity`; the first part gets all if `n` is no multiple of it."""
     if n % granularity:
         return ((0, n), *((n, 0),) * (parts - 1))
     chunk_size = -(-(n // granularity) // parts) * granularity

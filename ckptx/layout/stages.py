@@ -32,7 +32,7 @@ def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...
         rule: One of `SPLIT_RULES` or `FORMER_SPLITS`, or comma-separated counts. Only counts may leave a stage empty.
 
     Raises:
-        UsageError: The rule is unknown, there are fewer layers than stages, or the counts do not match.
+        UsageError: The rule is unknown or leaves a stage without a layer, or the counts do not match.
     """
     rule = FORMER_SPLITS.get(rule, rule)
     if rule not in SPLIT_RULES:
@@ -152,7 +152,10 @@ class StageMap:
         return layer is not None and layer[1] >= self.stacks[layer[0]].count
 
     def layers_of(self, stage: int) -> list[tuple[str, int, int]]:
-        """Return the layers of a stage as (path of the stack, first, stop), without stacks that have no layer there."""
+        """Return the layers of a stage as (path of the stack, first index, index after the last).
+
+        Stacks without a layer on the stage are omitted.
+        """
         begin = sum(self.counts[:stage])
         end = begin + self.counts[stage]
         spans = []
@@ -163,12 +166,20 @@ class StageMap:
         return spans
 
     def _layer_stage(self, stack: int, layer: int) -> int:
-        """Return the stage of a layer, or of the last layer if the index is beyond it."""
+        """Return the stage of a layer, or of the last layer if the index is beyond it; 0 for a model without layers.
+
+        Args:
+            stack: Index of the stack.
+            layer: Index of the layer in the stack.
+        """
         index = self._first_indices[stack] + min(layer, self.stacks[stack].count - 1)
         return self._stage_by_layer[max(index, 0)] if self._stage_by_layer else 0
 
     def _find_layer(self, name: str) -> tuple[int, int] | None:
-        """Return stack and index of the innermost layer that holds a tensor; None if there is none."""
+        """Return the index of the stack and of the layer in it, for the innermost layer that holds a tensor.
+
+        None if there is no such layer. The layer may come after the last one of the stack.
+        """
         for prefix, stack in self._stack_prefixes:
             if name.startswith(prefix):
                 index = name[len(prefix) :].partition(".")[0]

@@ -33,7 +33,8 @@ class Rule:
 
     Attributes:
         style: One of `STYLES`.
-        decided_by: Origin of the rule: "user plan", "override", "model plan".
+        decided_by: Origin of the rule: "user plan", "override" (a rule of ckptx), or "model plan" followed by the version
+            of transformers that has the plan.
         reason: Explanation for the report; "" if the origin is enough.
         groups: Widths of the parts that are fused along the sharded dim; empty for a single part.
         heads: Candidates (count, size): the sharded dim holds `count` heads of `size` elements. The first whose product
@@ -57,7 +58,7 @@ class TensorParallelPlan:
     of a module applies to its weight and bias; other parameters, such as those of fused experts, need their own rules.
 
     Attributes:
-        rules: Rule for each pattern.
+        rules: Pattern -> rule.
         fallback: Plan for parameters without a rule here, even if its rules are more specific; None for none.
         compositions: Heads and fused parts of the tensors of the model; None to use those of the fallback.
 
@@ -140,7 +141,8 @@ class TensorParallelPlan:
     def find_unmatched_patterns(self, names: Iterable[str]) -> list[str]:
         """Return the patterns of this plan, without its fallback, that match none of `names`, in the order of the plan.
 
-        A style without sharding may name a module that holds parameters at any depth.
+        A pattern matches a name if it is the name or its module; one with a style that does not shard, also if it is
+        any module around these.
         """
         missing = dict(self.rules)
         for name in names:
@@ -157,8 +159,8 @@ class TensorParallelPlan:
     def refuse_modules_without_weight(self, names: Iterable[str], source: str = "--tp-plan") -> None:
         """Refuse a pattern of this plan that names a module without a weight, such as fused experts, to shard it.
 
-        Which dim and which parts a style means is only defined for a single matrix, and such a module has several:
-        transformers' own plans name each of them.
+        A style determines the dim and the parts of a single matrix only, and such a module has several: the plans in
+        transformers name each of them.
 
         Args:
             names: Names of all parameters.
@@ -227,7 +229,8 @@ def decide_placement(
         name: Model name of the tensor.
         shape: Shape of the whole tensor.
         tp: Number of TP ranks.
-        weight: Shape and placement of the weight of the same module, for a tensor that may be its scale.
+        weight: Shape and placement of the weight of the same module, for a tensor that may be its scale; None if the
+            module has no weight.
     """
     match = plan.find_rule(name)
     leaf = name.rpartition(".")[2]
@@ -308,7 +311,8 @@ def _find_parts(plan: TensorParallelPlan, name: str, shape: Shape, dim: int) -> 
     declares two parts, and one for an embedding declares one.
 
     Returns:
-        The parts; None if only the rule that shards the tensor is known; empty for heads or parts of unknown size.
+        The parts. None if nothing but the rule that shards the tensor is known, so that the parts are unknown; empty
+            if there are heads or fused parts whose sizes are unknown.
     """
     leaf, n = name.rpartition(".")[2], shape[dim]
     is_transposed, has_other_dim = _is_transposed(plan, name), False
