@@ -33,8 +33,8 @@ class Rule:
 
     Attributes:
         style: One of `STYLES`.
-        decided_by: Origin of the rule: "user plan", "override" (a rule of ckptx), or "model plan" followed by the version
-            of transformers that has the plan.
+        decided_by: Origin of the rule: "user plan", "override" (a rule of ckptx), or "model plan" followed by the
+            version of transformers that has the plan.
         reason: Explanation for the report; "" if the origin is enough.
         groups: Widths of the parts that are fused along the sharded dim; empty for a single part.
         heads: Candidates (count, size): the sharded dim holds `count` heads of `size` elements. The first whose product
