@@ -7,5 +7,7 @@ Terms for names, here and in the other packages:
     model name     name in the module that transformers builds (`--names model`)
     trainer name   name of a trainer with another scheme, such as torchtitan
     source, target name in the checkpoint that is read, and in the one that is written
+    index          number between dots in a name, such as that of a layer or an expert
     pattern        name with `*` for each index: `model.layers.*.mlp.up_proj.weight`
+    module list    modules that differ in one index, such as the experts of a layer
 """

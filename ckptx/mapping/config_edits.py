@@ -76,7 +76,10 @@ def is_exact_in(dtype: str, config_dtype: str) -> bool:
 
 
 def dequantization_edits(config: Mapping[str, Any], path: str = "") -> list[dict[str, Any]]:
-    """Return edits that remove the quantization from a config and its sub-configs; their `after` is None."""
+    """Return edits that remove the quantization from a config and its sub-configs, in the form of `dtype_edits`.
+
+    Their `after` is None, which removes the key.
+    """
     found = []
     for key, value in config.items():
         if key in _QUANTIZATION_KEYS and value is not None:

@@ -38,7 +38,10 @@ class Destination(NamedTuple):
 
 
 def name_in_run(pattern: str, shared_indices: tuple[int, ...], list_index: int) -> str:
-    """Return the name that a pattern gives in a run; `list_index` is ignored outside of a module list."""
+    """Return the name that a pattern gives in a run, with the indices of the run for its stars, then `list_index`.
+
+    A pattern without a star for `list_index` is not that of a module list, and ignores it.
+    """
     return fill_pattern(
         pattern, shared_indices if pattern.count("*") == len(shared_indices) else (*shared_indices, list_index)
     )

@@ -35,13 +35,14 @@ def find_duplicate_names(rules: NameRules, names: Iterable[str]) -> dict[str, st
 
 
 def _final_name(duplicates: dict[str, str], name: str) -> str:
+    """Return the name to keep instead of `name`, which a better name may have replaced later."""
     while name in duplicates:
         name = duplicates[name]
     return name
 
 
 def _destination_keys(rules: NameRules, destination: Destination | str) -> Iterable[object]:
-    """Return one key that two names of the same tensor share: a model name, or a position in a combined tensor."""
+    """Return the key that two names of the same tensor share: a model name, or a position in a combined tensor."""
     if isinstance(destination, str):
         return (destination,)
     conversion = rules.conversions[destination.conversion]

@@ -71,7 +71,7 @@ class OtherModel(NamedTuple):
 
     Attributes:
         prefix: Prefix of the names, such as `ema.`; empty for none.
-        names: Full names, prefix included.
+        names: Names with the prefix.
         is_complete: True if no required name of the model is missing.
     """
 

@@ -47,6 +47,7 @@ class NameIndex:
 
     def __init__(self, groups: Iterable[Sequence[str]]) -> None:
         self._entries: dict[str, list[_IndexedPattern]] = {}
+        # Patterns with a star within a component: regular expression, group, and index in the group.
         self._embedded: list[tuple[re.Pattern[str], int, int]] = []
         for group, patterns in enumerate(groups):
             for pattern_index, pattern in enumerate(patterns):

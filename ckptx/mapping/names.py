@@ -115,7 +115,7 @@ def replace_legacy_leaf(name: str) -> str:
 
 
 def without_wrappers(prefix: str) -> str:
-    """Return a prefix without the components that torch adds, which are also removed from names."""
+    """Return a prefix without its components in `WRAPPERS`, which `strip_wrappers` also removes from names."""
     *parents, last = prefix.split(".")
     return "".join(f"{part}." for part in parents if part not in WRAPPERS) + last
 
@@ -125,6 +125,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _strip_components(name: str, wrappers: frozenset[str], patterns: frozenset[str]) -> str:
+    """Return a name without the components in `wrappers`, except for those of a model name in `patterns` at its end."""
     *parents, last = name.split(".")
     if wrappers.isdisjoint(parents):
         return name
@@ -306,6 +307,10 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
 
 
 def _best_prefix(names: list[str], patterns: frozenset[str]) -> str:
+    """Return the prefix that leaves the most known names; among equal ones no state prefix, then the shortest.
+
+    Prefixes have at most three components, none of them an index. The prefix may be empty.
+    """
     counts = Counter(pattern_of(name) for name in names)
     candidates = {""}
     for name in counts:

@@ -31,9 +31,10 @@ from ckptx.mapping.rewrite import (
 from ckptx.wording import counted
 
 UNSUPPORTED_PREFIX = "unsupported:"
-RENUMBERING = "unsupported:Renumbering"  # layers whose numbers differ: not an operation of transformers
+# A conversion that changes the numbers of layers; unlike other unsupported kinds, it is not a class of transformers.
+RENUMBERING = "unsupported:Renumbering"
 _KINDS_THAT_KEEP_SHAPES = frozenset({"same", "interleave", "permute_rope"})
-# Inverse of kinds with the same arguments.
+# Kind -> kind of its inverse, where the inverse has the same arguments; `Op.inverse` has the others.
 _INVERSE = {
     "merge": "unmerge", "unmerge": "merge", "concat": "chunk", "split_groups": "join_groups",
     "join_groups": "split_groups",
@@ -74,7 +75,7 @@ class Op:
 
     @property
     def inverse(self) -> Op:
-        """Return the inverse; a tensor that may be stored transposed is written in the layout of the model."""
+        """Return the inverse; that of a "transpose" with arguments is "same", which keeps the layout of the model."""
         if self.kind in ("chunk", "split"):
             return Op("concat", self.dim, args=self.args if self.kind == "split" else ())
         if self.kind == "concat" and self.args:
@@ -214,11 +215,23 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
 
 
 def _match_length(shapes: Sequence[Shape | None], count: int) -> Sequence[Shape | None]:
-    """Return the shapes of `count` results: unknown if there are not as many results as targets."""
+    """Return the shapes of `count` results; each is None (unknown) if there are not as many results as targets."""
     return shapes if len(shapes) == count else (None,) * count
 
 
 def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape | None]) -> tuple[int, ...]:
+    """Return the sizes along `op.dim` of the parts into which "chunk" or "split" divides a tensor.
+
+    Args:
+        op: Op of one of these kinds.
+        entry: Tensor to divide.
+        count: Number of target patterns, that of the parts if the op has no arguments.
+        shapes: Shape of each part; None if unknown.
+
+    Raises:
+        InputError: "chunk" would give an empty part, or fewer than two parts.
+        UnsupportedError: The sizes of the parts are unknown.
+    """
     if op.kind == "split":
         known = [shape[op.dim] for shape in shapes if shape is not None]
         sizes = op.args or tuple(known)
@@ -240,6 +253,12 @@ def _part_sizes(op: Op, entry: TensorEntry, count: int, shapes: Sequence[Shape |
 
 
 def _transpose(entry: TensorEntry, op: Op, expected_shape: Shape | None) -> TensorEntry:
+    """Apply "transpose", see `Op.args`; a tensor that may be stored either way is not changed if it has the shape.
+
+    Raises:
+        InputError: See `transpose`.
+        UnsupportedError: See `transpose`; or the tensor may be stored either way, and its shape is unknown.
+    """
     if op.args[:1] == (1,):
         if expected_shape is None:
             raise UnsupportedError(

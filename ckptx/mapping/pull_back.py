@@ -24,9 +24,9 @@ from ckptx.mapping.destinations import Destination, name_in_run
 from ckptx.mapping.ops import Conversion, convert
 from ckptx.mapping.rules import NameRules, check_complete, group_by_run
 
-BlockFunction = Callable[[str, Shape], tuple[Block, ...]]
+BlockFunction = Callable[[str, Shape], tuple[Block, ...]]  # name and shape of a model tensor -> its blocks
 
-_BYTE = DTYPES_BY_NAME["U8"]
+_BYTE = DTYPES_BY_NAME["U8"]  # dtype of traced tensors, with which byte offsets are element offsets
 
 
 class _SourceSpan(NamedTuple):
@@ -42,7 +42,7 @@ class _SourceSpan(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """Trace of one conversion for given shapes.
+    """Record of which region of each model tensor comes from which disk tensor, for one conversion and given shapes.
 
     Attributes:
         shapes: Shapes of the model tensors.
@@ -186,8 +186,8 @@ def _pull_back_blocks(
     max_blocks: dict[tuple[int, bool], int] = {}
     for target in {span.target for span in spans}:
         for block in model_blocks[target]:
-            rank = block.rank_in_stage, block.is_replica
-            max_blocks[rank] = max_blocks.get(rank, 0) + 1
+            rank_key = block.rank_in_stage, block.is_replica
+            max_blocks[rank_key] = max_blocks.get(rank_key, 0) + 1
     for target, chunk in spans:
         for block in model_blocks[target]:
             overlap = chunk.region.intersect(block.region)
@@ -196,11 +196,11 @@ def _pull_back_blocks(
                     _disk_regions(shape, chunk, overlap)
                 )
     blocks = []
-    for rank in sorted(regions_by_rank, key=lambda each: (each[0], each[1])):  # (rank in stage, is_replica)
-        regions = _merge_adjacent(regions_by_rank[rank])
-        if len(regions) > max_blocks[rank]:
+    for rank_key in sorted(regions_by_rank, key=lambda each: (each[0], each[1])):
+        regions = _merge_adjacent(regions_by_rank[rank_key])
+        if len(regions) > max_blocks[rank_key]:
             return None
-        blocks += [Block(rank[0], region, rank[1]) for region in regions]
+        blocks += [Block(rank_key[0], region, rank_key[1]) for region in regions]
     return tuple(blocks)
 
 
@@ -235,7 +235,7 @@ def _disk_regions(shape: Shape, chunk: Chunk, part: Region) -> Iterator[Region]:
 
 
 def _merge_adjacent(regions: list[Region]) -> list[Region]:
-    """Merge adjacent regions that differ along one dim."""
+    """Merge regions that are adjacent along one dim and equal in the others, until no two can be merged; sort them."""
     dims = len(regions[0].sizes)
     previous_count = 0
     while previous_count != len(regions) and len(regions) > 1:
@@ -246,6 +246,8 @@ def _merge_adjacent(regions: list[Region]) -> list[Region]:
 
 
 def _merge_along(regions: list[Region], dim: int) -> list[Region]:
+    """Merge regions that are adjacent along `dim` and equal in the other dims."""
+
     def others(region: Region) -> tuple[Shape, Shape]:
         offsets, sizes = region
         return (*offsets[:dim], *offsets[dim + 1 :]), (*sizes[:dim], *sizes[dim + 1 :])

@@ -43,7 +43,10 @@ class ParentWeight(NamedTuple):
 
 
 def possible_parents(name: str) -> Iterator[ParentWeight]:
-    """Yield the weights that `name` may be a scale of, the likeliest first."""
+    """Yield the weights that `name` may be a scale of, in order of decreasing likelihood.
+
+    They are its own name with words of the last component removed, then each module around it, and its `.weight`.
+    """
     module, _, leaf = name.rpartition(".")
     words = leaf.split("_")
     for end in range(len(words) - 1, 0, -1):
@@ -105,7 +108,7 @@ def _scale_conversion(conversion: Conversion) -> Conversion:
 
 
 def weight_conversions(conversions: Sequence[Conversion]) -> dict[int, int]:
-    """Map the index of each conversion of scales to that of their weights."""
+    """Return index of each conversion of scales -> index of the conversion of their weights."""
     indices = {conversion: index for index, conversion in enumerate(conversions)}
     return {
         indices[scales]: index

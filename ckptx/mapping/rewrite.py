@@ -17,7 +17,7 @@ from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import InputError, InternalError, UnsupportedError
 from ckptx.wording import counted
 
-# File of the chunks that `pad` adds, which no checkpoint stores: the files of a source provide it as zeros.
+# Name of the file in the chunks that `pad` adds. No checkpoint stores it; the files of a source read it as zeros.
 ZEROS_FILE = "zeros"
 # Advice for a conversion of names that ckptx cannot do.
 KEEP_NAMES = "keep its names: pass --names hf or --names model, whichever it has now"
@@ -414,6 +414,7 @@ def _replace_extent(region: Region, dim: int, begin: int, size: int) -> Region:
 
 
 def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
+    """Return the chunk with its region moved by `distance` elements along a dim."""
     if not distance:
         return chunk
     offsets, sizes = chunk.region
@@ -421,6 +422,11 @@ def _shift(chunk: Chunk, dim: int, distance: int) -> Chunk:
 
 
 def _require_located(chunk: Chunk, name: str) -> Chunk:
+    """Return the chunk, which must have the position of its elements and not that of an archive.
+
+    Raises:
+        InternalError: The chunk is an archive that was not parsed.
+    """
     if chunk.is_archive:
         raise InternalError(f'tensor "{name}": was rewritten before its payload was located; please report this')
     return chunk

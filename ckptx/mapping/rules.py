@@ -28,7 +28,7 @@ from ckptx.mapping.quantization_scales import BLOCK_SCALE_SUFFIX, weight_convers
 from ckptx.mapping.rewrite import KEEP_NAMES
 from ckptx.wording import counted
 
-ShapeLookup = Callable[[str], "Shape | None"]
+ShapeLookup = Callable[[str], "Shape | None"]  # name of a tensor -> its shape; None if unknown
 
 
 class RenamedTensors(NamedTuple):
@@ -76,11 +76,11 @@ class _PatternEntry(NamedTuple):
     """Result of a lookup that holds for every name of one pattern.
 
     Attributes:
-        conversion: Index of the conversion; None if there is none.
+        conversion: Index of the conversion; None if no conversion applies.
         pattern_index: Index of the pattern among the sources, see `Destination`.
         in_list: True if the last index is a position in a module list.
-        model_name_edit: Text to prepend, and number of characters to remove at the beginning before, to get a model
-            name; None if the name is not one.
+        model_name_edit: (text, count): the model name is `text` and the name without its first `count` characters; None
+            if names of the pattern are not model names.
     """
 
     conversion: int | None
@@ -138,7 +138,10 @@ class NameRules:
     # -- destinations
 
     def model_name(self, disk_name: str) -> str | None:
-        """Return the name of the model tensor that a disk tensor becomes, the first of several; None if unknown."""
+        """Return the name of the model tensor that a disk tensor becomes, the first if it becomes several.
+
+        None if the name is unknown.
+        """
         if disk_name not in self._model_names:
             destination, model_name = self._look_up(disk_name)
             self._model_names[disk_name] = model_name if destination is None else self._first_target(destination)
@@ -257,6 +260,7 @@ class NameRules:
         return destination, model_name
 
     def _spellings(self, name: str) -> Iterator[str]:
+        """Yield a name as it is, without the prefix of the base model if it has that, and with it in front."""
         yield name
         if self._base_prefix:
             if name.startswith(self._base_prefix):
@@ -264,6 +268,7 @@ class NameRules:
             yield self._base_prefix + name
 
     def _is_known(self, name: str) -> bool:
+        """Return True for a model name."""
         pattern = pattern_of(name)
         known = self._known_patterns.get(pattern)
         if known is None:
@@ -278,7 +283,15 @@ class NameRules:
     def _make_destination(
         conversion: int, pattern_index: int, indices: tuple[int, ...], other_pattern: str
     ) -> Destination:
-        """Return the destination; the last index is a position in a module list if the other side has fewer indices."""
+        """Return the destination of a name that matches a pattern.
+
+        Args:
+            conversion: Index of the conversion.
+            pattern_index: Index of the pattern on its side of the conversion.
+            indices: Indices in the name. If they are more than `other_pattern` has, the last is a position in a module
+                list.
+            other_pattern: First pattern of the other side.
+        """
         if len(indices) > other_pattern.count("*"):
             return Destination(conversion, indices[:-1], pattern_index, indices[-1])
         return Destination(conversion, indices, pattern_index)
@@ -444,6 +457,15 @@ class _Converter:
         shape_of: ShapeLookup,
         names: Mapping[Destination, str] | None = None,
     ) -> None:
+        """Store the arguments.
+
+        Args:
+            tensors: Tensors by old name.
+            conversions: Conversions that destinations refer to.
+            shape_of: Function that returns the shape that a converted tensor must have; None if unknown.
+            names: Names of converted tensors by their place among the targets of a run; others get the names that the
+                target patterns give.
+        """
         self._tensors, self._conversions, self._shape_of = tensors, conversions, shape_of
         self._names = names or {}
         self._result = RenamedTensors({}, {}, [], [])

@@ -42,6 +42,7 @@ class ParameterIndex:
     """
 
     parameter_names: Mapping[str, str]
+    # Pattern of a state's name -> index of the first component of the parameter name in it, and index after the last.
     _known_spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
@@ -58,9 +59,9 @@ class ParameterIndex:
         return cls(names)
 
     def find(self, name: str) -> StateName | None:
-        """Return the state with this name, by the longest parameter name after its first component.
+        """Split the name of a state around the longest parameter name in it that does not begin the name.
 
-        None if there is no parameter name after it.
+        None if it contains no such parameter name.
         """
         parts = name.split(".")
         known = self._known_spans.get(pattern_of(name))
