@@ -74,7 +74,7 @@ def two_table_api(
         first: First table.
         second: Second table.
         results: Type of the result for each table, for type checkers.
-        selector: Argument whose value selects the table.
+        selector: Argument whose value selects the table: the first with this value among its choices.
     """
 
     def decorate(function: Callable[[Any], Any]) -> TwoTableFunction[P, R, Q, S]:
@@ -93,7 +93,7 @@ def three_table_api(
         first: First table.
         second: Second table.
         third: Third table.
-        selector: Argument whose value selects the table.
+        selector: Argument whose value selects the table: the first with this value among its choices.
     """
 
     def decorate(function: Callable[[Any], U]) -> ThreeTableFunction[P, Q, V, U]:
@@ -112,8 +112,9 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
         arguments: Arguments by name; None means not set.
 
     Raises:
-        ArgumentTypeError: An argument is unknown, or has a wrong type.
-        UsageError: An option has an invalid value, or conflicts with another one.
+        ArgumentTypeError: An argument is unknown or missing, or has a wrong type.
+        UsageError: An option has an invalid value, conflicts with another one, or requires another one.
+        UnsupportedError: A path is a URL.
     """
     arguments = _resolve_aliases(tables, {name: value for name, value in arguments.items() if value is not None})
     table = tables[0] if len(tables) == 1 else _select_table(tables, selector, arguments)
@@ -167,6 +168,11 @@ def _select_table(tables: Sequence[type[Options]], selector: str, arguments: Map
 def _make_function(
     function: Callable[[Any], Any], tables: Sequence[type[Options]], selector: str
 ) -> Callable[..., Any]:
+    """Return a function that makes the options of a call, see `make_options`, and passes them to `function`.
+
+    Its signature has the fields of all tables; a field that several tables have accepts the types of all of them, and
+    is required only if all of them require it.
+    """
     merged: dict[str, Setting] = {}
     for table in tables:
         for name, setting in settings_of(table).items():
@@ -176,12 +182,12 @@ def _make_function(
                 preferred if previous.type == setting.type else preferred._replace(type=previous.type | setting.type)
             )
     merged = dict(sorted(merged.items(), key=lambda each: _parameter_order(each[1])))
-    required = {name: each for name, each in merged.items() if isinstance(each.annotation, Argument)}
+    positional = {name: each for name, each in merged.items() if isinstance(each.annotation, Argument)}
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         import_all_modules()
-        return function(make_options(tables, selector, bind_arguments(function.__name__, required, args, kwargs)))
+        return function(make_options(tables, selector, bind_arguments(function.__name__, positional, args, kwargs)))
 
     call.__signature__ = _signature(merged, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
     limits = _limits_to_tables(tables, selector)

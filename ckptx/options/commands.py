@@ -81,6 +81,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "env": Command("Print versions and system information", ["env:EnvOptions"]),
 }  # fmt: skip
+# Group of commands -> its line in the list of commands.
 GROUPS = {"convert": "Convert a checkpoint to DCP, HF safetensors or Megatron torch_dist"}
 
 
@@ -98,7 +99,7 @@ def tables_of(command: Command) -> list[type[Options]]:
     return [*command.option_tables, command.output_table, _import_table("output:GlobalOptions")]
 
 
-_MIN_SIMILARITY = 0.75  # of a suggestion; "--bogus" and "--gpu" have 0.67
+_MIN_SIMILARITY = 0.75  # ratio of difflib, 0 to 1, from which a flag is suggested; "--bogus" and "--gpu" have 0.67
 
 
 def unknown_option_error(command_name: str, tables: Sequence[type[Options]], name: str) -> UsageError:

@@ -62,7 +62,7 @@ BASE = Option(
     default="config and tokenizer of SRC, if any",
     keywords=("none",),
 )
-SHARD_SIZE = "5GB"
+SHARD_SIZE = "5GB"  # default of `--max-shard-size` for a source without a record of its original files
 _DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also Megatron "
@@ -199,7 +199,7 @@ class ConversionOptions(
         self.check_source_prefix(source, "SRC")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the options that determine the bytes together with the copy plan, by name.
+        """Return the options that, together with the copy plan, determine the bytes of the output: name -> value.
 
         A run resumes an interrupted one only if both have the same plan and the same values of these options.
         """

@@ -68,6 +68,7 @@ def read_defaults(command_name: str) -> dict[str, Default]:
 
     Raises:
         UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
+        UnsupportedError: The value of a path is a URL.
     """
     command = commands_by_name()[command_name]
     group, defaults = command_name.rpartition(" ")[0], {}
@@ -92,6 +93,7 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
 
     Raises:
         UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
+        UnsupportedError: The value of a path is a URL.
     """
     applicable = {name: each for name, each in read_defaults(command_name).items() if name not in arguments}
     command = commands_by_name()[command_name]
@@ -115,10 +117,11 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
 
 
 def all_defaults() -> Iterator[tuple[Default, list[str]]]:
-    """Iterate over the defaults in effect, each with the names of its commands.
+    """Iterate over the defaults from files and the environment, each with the names of the commands that use it.
 
     Raises:
         UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
+        UnsupportedError: The value of a path is a URL.
     """
     defaults: dict[tuple[str, str], tuple[Default, list[str]]] = {}
     for command_name in COMMANDS:
@@ -162,12 +165,16 @@ def unknown_variables() -> list[UnknownVariable]:
         return []
     from difflib import get_close_matches  # slow to import
 
+    # The last argument is the ratio of difflib, 0 to 1, from which a variable is suggested.
     candidates = [*sorted(known), *sorted(OWN_VARIABLES)]
     return [UnknownVariable(name, "".join(get_close_matches(name, candidates, 1, 0.8))) for name in unknown]
 
 
 def _read_sources() -> Iterator[list[_DefaultEntry]]:
-    """Iterate over the sources of defaults, from the lowest to the highest precedence."""
+    """Yield the entries of each source of defaults: pyproject.toml, ckptx.toml, environment variables.
+
+    A later source takes precedence over an earlier one.
+    """
     project_table = _read_table(_PROJECT_FILE, _PROJECT_TABLE)
     yield list(_entries_of(project_table, f"{_PROJECT_FILE}: {_PROJECT_TABLE}.")) if project_table else []
     config_table = _read_table(_CONFIG_FILE, "")
@@ -217,7 +224,12 @@ def _read_table(file: str, table: str) -> Mapping[str, Any] | None:
 
 
 def _entries_of(table: Mapping[str, Any], origin: str, scope: str = "") -> Iterator[_DefaultEntry]:
-    """Iterate over the keys of a table and of its tables for commands.
+    """Yield the keys of a table of a file and of the tables for commands in it.
+
+    Args:
+        table: Parsed table.
+        origin: File and path of the table, to which a key is appended for messages, such as "ckptx.toml: convert.".
+        scope: Name of the command or group whose table it is; "" for the table that applies to every command.
 
     Raises:
         UsageError: An option or a command does not exist.
@@ -249,7 +261,12 @@ def _is_in_scope(scope: str, command_name: str, command: Command) -> bool:
 
 
 def _names_of(command_name: str, command: Command) -> tuple[str, ...]:
-    """Return the name and the aliases of a command."""
+    """Return the name and the aliases of a command, each with the name of its group.
+
+    Args:
+        command_name: Name or alias of the command.
+        command: The command.
+    """
     group = command_name.rpartition(" ")[0]
     return next(
         (name, *(f"{group} {alias}".strip() for alias in command.aliases))
@@ -277,7 +294,8 @@ def _checked_value(command: Command, setting: Setting, entry: _DefaultEntry) -> 
     """Return the value of an entry, checked by the tables of a command.
 
     Raises:
-        UsageError: No table allows the value.
+        UsageError: No table allows the value; ArgumentTypeError if its type is wrong.
+        UnsupportedError: The value is a URL, and a path is required.
     """
     value = _parse_variable(setting, entry) if entry.origin.startswith(_VARIABLE_PREFIX) else entry.value
     last_error: CkptxError | None = None

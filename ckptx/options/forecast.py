@@ -38,6 +38,7 @@ from ckptx.untrusted.limits import MAX_RANKS
 Loss = Literal["sharded", "full", "none"]
 OptimizerName = Literal["adamw", "adam", "sgd", "none"]
 FloatDtype = Literal["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"]
+# Fields of the options that may be combined with `--recipe`; the recipe has values for all others.
 _ALLOWED_WITH_RECIPE = ("recipe", "overrides", "gpu_memory", "gpu", "search", "gpus")
 _MODEL_HELP = "A config.json (or a JSON file of another name), a directory that contains one, or a Hub id."
 _SEARCH_HELP = (

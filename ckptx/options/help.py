@@ -98,7 +98,7 @@ def _option_help(
 
 
 def find_switch(option_classes: Sequence[type[Options]]) -> OptionsSwitch | None:
-    """Return the option that chooses between two of these subclasses of `Options`; None if a command has one."""
+    """Return the option that chooses between two of these subclasses of `Options`; None if no option does."""
     for options in option_classes:
         for name, setting in settings_of(options).items():
             if setting.is_switch:
@@ -108,7 +108,7 @@ def find_switch(option_classes: Sequence[type[Options]]) -> OptionsSwitch | None
 
 
 def section_titles(entries: Sequence[OptionHelp]) -> dict[str, str]:
-    """Return the heading of each section, with the condition if all options of the section have the same one."""
+    """Return section -> its heading, with the condition in parentheses if all its options have the same one."""
     conditions: dict[str, set[str]] = {}
     for each in entries:
         if not each.is_switch:

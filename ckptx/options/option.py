@@ -148,7 +148,8 @@ class Setting(NamedTuple):
     Attributes:
         name: Name of the field and of the keyword argument.
         type: Type without `Annotated`.
-        kind: Class of the value: bool, int, str, or tuple for a sequence. For a hook its class, object for a function.
+        kind: Class of the value: bool, int, str, or tuple for a sequence; for `int | str` and `str | Path` the first of
+            the two. For a hook its class, object for a function.
         choices: Values that are allowed, other spellings included; empty if any value is.
         default: Default of the field; MISSING for a required argument.
         annotation: The `Option`, `Argument` or `Hook`.
@@ -248,6 +249,8 @@ class Setting(NamedTuple):
     def check_value(self, value: Any, subject: str | None = None) -> Any:
         """Return a checked value: other spellings of a choice are replaced, a sequence becomes a tuple.
 
+        A size is checked and returned as it is, such as "5GB".
+
         Args:
             value: Value from the caller, the command line or a file.
             subject: Subject of the error message; None means the flag, or for a wrong type the argument.
@@ -326,7 +329,7 @@ class Options:
     For type checkers a table is a frozen dataclass. At run time it is not, because generating the methods of some
     thirty dataclasses takes longer than a command takes to start.
 
-    None means that an option is not set.
+    The constructor takes None for an option that is not set, which gets its default.
 
     Attributes:
         command: Name of the command, such as "convert to-dcp"; with the switch that selects the table, such as
@@ -476,6 +479,11 @@ def bind_arguments(
 
 
 def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
+    """Return the setting of a field from its `Annotated` type hint.
+
+    Raises:
+        TypeError: The type of an option is not one of those that options may have.
+    """
     base, annotation = hint.__origin__, hint.__metadata__[0]
     types = [each for each in _union_members(base) if each is not NoneType]
     choices: tuple[Any, ...] = get_args(types[0]) if get_origin(types[0]) is Literal else ()
@@ -497,4 +505,5 @@ def is_class(hint: Any) -> TypeGuard[type]:
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, None included; a hint that is no union is its own member."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

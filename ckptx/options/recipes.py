@@ -7,7 +7,7 @@ from pathlib import Path
 RECIPES_DIR = Path(__file__).parents[1] / "runtime" / "training" / "recipes"
 
 
-# What a built-in recipe runs on -> names; the recipes of a group are listed in this order.
+# What built-in recipes run on -> their names, in the order of the help text.
 _RECIPES_BY_DEVICE = {
     "on a CPU": ("llama_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
     "on a CPU, each with a training script that is included": ("fsdp2_script", "accelerate", "transformers_trainer"),

@@ -9,6 +9,7 @@ from ckptx.errors import UsageError
 from ckptx.untrusted.limits import MAX_MEMORY_BYTES
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+# Unit in lower case -> bytes.
 _UNITS = {"b": 1} | {
     f"{letter}{infix}b": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -69,7 +70,10 @@ def parse_gpu_memory(text: str | int, subject: str) -> int:
 
 
 def default_workers() -> int:
-    """Return the number of cores of this process, at most 16; the local ranks of torchrun share the cores."""
+    """Return the default number of threads: the cores of this process, at most 16.
+
+    Under torchrun, the cores are divided by the number of ranks on this machine.
+    """
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(os.sched_getaffinity(0)) // max(1, int(local_ranks) if local_ranks.isdecimal() else 1)
     return max(1, min(16, cores))

@@ -49,7 +49,7 @@ class ActivationCheckpointingOptions(Options):
 
     @property
     def checkpointing_mode(self) -> str:
-        """Return the activation checkpointing mode."""
+        """Return the activation checkpointing mode; "none" if the option is not set."""
         return self.activation_checkpointing or "none"
 
 
