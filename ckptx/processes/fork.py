@@ -80,6 +80,11 @@ def _run_calls(
     context: Any,
     on_wait: OnWait | None = None,
 ) -> list[T]:
+    """Run the calls in processes of `context`; without one in forks, or in new interpreters if autograd refuses forks.
+
+    Raises:
+        CkptxError, InternalError: See `run_in_child`.
+    """
     try:
         return _run_in_parallel(function, calls, max_processes, context or multiprocessing.get_context("fork"), on_wait)
     except InternalError as error:
@@ -96,8 +101,13 @@ def _run_in_parallel(
     context: Any,
     on_wait: OnWait | None,
 ) -> list[T]:
+    """Run each call in a process of its own, at most `max_processes` at a time; return the results in order.
+
+    Raises:
+        CkptxError, InternalError: See `run_in_child`; the other processes are then ended.
+    """
     pending = deque(enumerate(calls))
-    running: dict[Any, tuple[int, Worker]] = {}
+    running: dict[Any, tuple[int, Worker]] = {}  # pipe of a process -> index of its call, and the process
     results: dict[int, T] = {}
     try:
         while pending or running:
@@ -183,7 +193,10 @@ def run_flows(
 
 
 class _WorkerPool:
-    """Pool of processes that each run one call after another; a process is started when there is a call for it."""
+    """Pool of processes that each run one call after another; a process is started when there is a call for it.
+
+    Its user must call `end`, also after an error.
+    """
 
     def __init__(self, max_processes: int, on_wait: Callable[[int, int], None] | None) -> None:
         self._max_processes, self._on_wait = max_processes, on_wait
@@ -191,7 +204,7 @@ class _WorkerPool:
         self._context: Any = multiprocessing.get_context("fork")
         self._pending: deque[tuple[Any, Call]] = deque()
         self._idle: list[Worker] = []
-        self._running: dict[Any, tuple[Worker, Any, Call]] = {}  # by pipe
+        self._running: dict[Any, tuple[Worker, Any, Call]] = {}  # by pipe: process, key, call
 
     def submit(self, key: Any, call: Call) -> None:
         """Add a call to the queue; `wait_for_result` starts it when a process is free.
@@ -273,13 +286,14 @@ def hide_main_module() -> Iterator[None]:
 
 
 def _exit_with_children(*_: Any) -> None:
-    """End this process and its children without raising: an exception in a callback would be lost."""
+    """End this process and its children at SIGTERM. It does not raise: an exception in a callback would be lost."""
     for child in multiprocessing.active_children():
         child.terminate()
     os._exit(128 + signal.SIGTERM)
 
 
 def _prepare_worker() -> None:
+    """Set up signals, threads and garbage collection in a new process."""
     # A terminal sends SIGINT to all processes; the process that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_with_children)
@@ -289,6 +303,7 @@ def _prepare_worker() -> None:
 
 
 def _run_worker(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run one call in a new process, send its result, and end the process."""
     _prepare_worker()
     send_result(pipe, function, *args)
     os._exit(0)  # skips exit handlers of the parent

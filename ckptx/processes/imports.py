@@ -21,7 +21,8 @@ _EXCLUDED = {
     "ckptx.__main__", "ckptx.architecture.introspection", "ckptx.cli", "ckptx.pytest_plugin", "ckptx.robustness_suite",
     "ckptx.runtime",
 }  # fmt: skip
-# These need a package that is not in the core install. Without it, their users report that.
+# These need a package that the base install does not include. If it is missing, the code that needs one of them reports
+# that.
 _OPTIONAL = {"ckptx.untrusted.yaml_text"}
 
 

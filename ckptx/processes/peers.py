@@ -1,9 +1,10 @@
 """Peer processes that torchrun started to write one output together; they communicate through torch's key-value store.
 
     joined/R      number of processes that joined as rank R, which must be 1
-    beat/R        heartbeats of rank R, one per second; negative once it has left
-    R/TOPIC/N     message of rank R about a topic, as JSON, split into parts that fit the store
-    failed        the rank that failed first, and the reason
+    beat/R        number of heartbeats of rank R, one per second; negative once it has left
+    R/TOPIC       number of parts of the message of rank R about a topic; each rank uses a topic once
+    R/TOPIC/N     part N of this message, which is JSON; the parts fit the store
+    failed        message, exit code and `is_reported` of the first failure of a rank, see `PeerFailure`
 
 torch.distributed provides the store: that of torchrun's agent, or one in the process of rank 0. A conversion imports
 torch only here, and only if there are several processes.
@@ -78,12 +79,14 @@ class PeerProcesses:
         self._connect, self._address, self._start_timeout = connect, address, start_timeout
         self._condition = threading.Condition()
         # State shared with the thread; guarded by `_condition`.
-        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox: deque[tuple[str, bytes]] = deque()  # keys and values that are not sent yet
         self._awaited_keys: set[str] = set()
         self._received: dict[str, Any] = {}
+        # By rank: the value of `beat/R`, and the number of consecutive reads without a new heartbeat. Then that of all
+        # reads.
         self._beats, self._missed_beats, self._beat_reads = [0] * world_size, [0] * world_size, 0
-        self._leave_deadline = 0.0
-        self._ignored_ranks: set[int] = set()
+        self._leave_deadline = 0.0  # in the time of `time.monotonic`; 0 until rank 0 waits for the others to leave
+        self._ignored_ranks: set[int] = set()  # ranks that were found dead or late; not watched any more
         self._failure: PeerFailure | None = None
         self._connection_error = self._start_error = ""
         self._is_waiting_logged = False
@@ -125,7 +128,7 @@ class PeerProcesses:
         self._enqueue(f"{self.rank}/{topic}", json.dumps(value).encode())
 
     def receive(self, rank: int, topic: str) -> Any:
-        """Wait for a message of a rank.
+        """Wait for the message of a rank about a topic, and return it.
 
         Raises:
             PeerFailure: This or any other rank failed or died.
@@ -164,7 +167,10 @@ class PeerProcesses:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Send errors in the block to all ranks, and wait at its end, so that rank 0 leaves last."""
+        """Send errors in the block to all ranks, and wait at its end, so that rank 0 leaves last: it may have the store.
+
+        The connection cannot be used after the block.
+        """
         try:
             with self.shared_failure():
                 yield
@@ -202,6 +208,7 @@ class PeerProcesses:
     # ------------------------------------------------------------------ checks of the other ranks
 
     def _check(self) -> None:
+        """Do the same as `check`, while `_condition` is held."""
         if self._failure is not None:
             raise self._failure
         self._check_connection()
@@ -237,6 +244,7 @@ class PeerProcesses:
             )
 
     def _check_connection(self) -> None:
+        """Raise an EnvironmentProblem if the store cannot be started or reached, or does not answer any more."""
         if self._start_error:
             raise EnvironmentProblem(self._start_error)
         if (
@@ -256,7 +264,10 @@ class PeerProcesses:
             )
 
     def _find_peer_failure(self) -> PeerFailure | None:
-        """Return the failure of another rank, if any, after SIGTERM, which torchrun sends to all when one fails."""
+        """Return the failure of another rank after SIGTERM, which torchrun sends to all ranks when one fails.
+
+        None if all ranks answer, or if the connection is lost and no failure was received.
+        """
         with self._condition:
             self._wait_for_beat_reads(1)  # heartbeats sent just before a rank died do not count
             if not (self._is_connected or self._connection_error):
@@ -288,6 +299,7 @@ class PeerProcesses:
         return not (self._connection_error or self._start_error) and (self._is_connected or not self._is_stopped)
 
     def _watched_ranks(self) -> Iterator[int]:
+        """Yield the other ranks, without `_ignored_ranks`."""
         return (rank for rank in range(self.world_size) if rank != self.rank and rank not in self._ignored_ranks)
 
     def _send_failure(self, message: str, exit_code: int, is_reported: bool = True) -> None:
@@ -299,6 +311,7 @@ class PeerProcesses:
                 self._condition.wait(_BEAT_INTERVAL)
 
     def _wait_for_peers_to_leave(self) -> None:
+        """Wait until all other ranks have left or are dead, at most for `_LEAVE_TIMEOUT` from the first call on."""
         self._leave_deadline = self._leave_deadline or time.monotonic() + _LEAVE_TIMEOUT
         with self._condition:
             while self._can_receive() and time.monotonic() < self._leave_deadline:
@@ -312,11 +325,13 @@ class PeerProcesses:
     # ------------------------------------------------------------------ the thread that handles the store
 
     def _enqueue(self, key: str, data: bytes) -> None:
+        """Let the thread write a value to the store."""
         with self._condition:
             self._outbox.append((key, data))
             self._condition.notify_all()
 
     def _run_thread(self) -> None:
+        """Connect to the store, and exchange heartbeats and messages until this process leaves."""
         try:
             store = self._connect()
             if store.add(f"joined/{self.rank}", 1) > 1:
@@ -395,6 +410,7 @@ def _set_value(store: Store, key: str, data: bytes) -> None:
 
 
 def _get_value(store: Store, key: str) -> bytes:
+    """Return a value that `_set_value` has stored."""
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 

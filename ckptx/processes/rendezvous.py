@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 START_TIMEOUT = 300  # seconds that a rank waits for the others to start
-LAUNCHED_BY_US = "CKPTX_LAUNCHED"
+LAUNCHED_BY_US = "CKPTX_LAUNCHED"  # environment variable that `launch` sets for its ranks
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
 )
 
 
 def is_launched() -> bool:
-    """Return True if torchrun, or a compatible launcher, started this process."""
+    """Return True if torchrun, a compatible launcher or `launch` started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

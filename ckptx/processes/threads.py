@@ -17,7 +17,8 @@ from ckptx.errors import find_environment_problem
 
 T = TypeVar("T")
 
-# Seconds that a thread waits for the interpreter after a system call; the default is as long as ten system calls.
+# Seconds after which a thread that waits for the GIL, such as after a system call, makes the running thread release it.
+# The default of Python, 0.005, is as long as ten system calls.
 _SWITCH_INTERVAL = 0.0002
 
 
@@ -41,7 +42,8 @@ def run_threads(
     Args:
         work: Called with the number of the thread, from 0; it stores its own errors.
         count: Number of threads.
-        stop: Makes `work` return soon. It is called if a thread cannot start, or `on_wait` raises an exception.
+        stop: Makes `work` return soon. It is called if a thread cannot start, if `on_wait` raises an exception, or if the
+            wait is interrupted.
         on_wait: Called ten times per second while threads run.
 
     Raises:
@@ -65,7 +67,13 @@ def run_threads(
 
 
 class _SwitchInterval:
-    """The switch interval of the interpreter, which several threads may shorten at the same time."""
+    """The switch interval of the interpreter (`sys.setswitchinterval`), which several threads may shorten at a time.
+
+    Attributes:
+        lock: Guards the other attributes.
+        users: Number of contexts that have shortened the interval and not ended.
+        original: Interval in seconds to restore.
+    """
 
     def __init__(self) -> None:
         self.lock, self.users, self.original = threading.Lock(), 0, 0.0
