@@ -167,7 +167,7 @@ class PeerProcesses:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Send errors in the block to all ranks, and wait at its end, so that rank 0 leaves last: it may have the store.
+        """Send errors in the block to all ranks, and let rank 0 leave last, as it may have the store.
 
         The connection cannot be used after the block.
         """

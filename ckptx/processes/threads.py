@@ -42,8 +42,8 @@ def run_threads(
     Args:
         work: Called with the number of the thread, from 0; it stores its own errors.
         count: Number of threads.
-        stop: Makes `work` return soon. It is called if a thread cannot start, if `on_wait` raises an exception, or if the
-            wait is interrupted.
+        stop: Makes `work` return soon. It is called if a thread cannot start, if `on_wait` raises an exception, or if
+            the wait is interrupted.
         on_wait: Called ten times per second while threads run.
 
     Raises:
