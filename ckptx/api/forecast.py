@@ -119,6 +119,7 @@ def _import_runtime(log: Log) -> None:
 
 
 def _forecast_report(options: ForecastOptions, task: ForecastTask, log: Log) -> ForecastReport:
+    """Return the report on one layout, with the peak in mixed precision if no option or recipe sets the precision."""
     from ckptx.runtime.forecasting.ranks import ForecastRequest, forecast_requests
     from ckptx.runtime.forecasting.reporting import build_report, gathered_notes, unsharded_notes
     from ckptx.runtime.forecasting.task import with_other_precision
@@ -154,6 +155,14 @@ def _has_chosen_precision(options: ForecastOptions | SearchOptions) -> bool:
 
 
 def _search_report(options: SearchOptions, task: ForecastTask, directory: Path, log: Log) -> SearchReport:
+    """Return the report on a search.
+
+    Args:
+        options: Options of the search.
+        task: Training step in any layout; the search sets the layout.
+        directory: Temporary directory for configs.
+        log: Log for the steps.
+    """
     from ckptx.runtime.forecasting.reporting import build_search_report
     from ckptx.runtime.forecasting.search import (
         FixedDims,
