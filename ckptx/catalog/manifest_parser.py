@@ -95,6 +95,11 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _decode(data: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object in a file; values are counted first, so that a file with too many is not parsed.
+
+    Raises:
+        InputError: The bytes are not a JSON object in UTF-8, or have too many values.
+    """
     if sum(data.count(char) for char in b"[{,") > _MAX_VALUES:
         raise _invalid_manifest(path, f"has more than {_MAX_VALUES} values, the limit")
     try:
@@ -132,6 +137,11 @@ class _ManifestParser:
         self._fitting_shapes: list[set[tuple[int, Shape]]] = []  # for each sharding, the shapes that contain its blocks
 
     def parse(self, document: Mapping[str, Any], path: str) -> Manifest:
+        """Return the manifest in a JSON object, whose fields are all checked by themselves.
+
+        Raises:
+            _InvalidField: A field is missing, or its value is invalid.
+        """
         self._require_string(document.get("tool"), "tool")
         format = document.get("format")
         if format not in _FORMATS:
@@ -221,6 +231,7 @@ class _ManifestParser:
         )
 
     def _check_ties(self, tensors: Mapping[str, TensorRecord]) -> None:
+        """Check that each `tied_to` names another tensor with the same dtype and shape; digests are compared later."""
         for name, tensor in tensors.items():
             if tensor.tied_to is None:
                 continue
@@ -367,6 +378,7 @@ class _ManifestParser:
         self._refuse(field, value, f"an index below {stop}")
 
     def _require_shape(self, value: Any, field: str) -> Shape:
+        """Return a shape, or the offsets of a block; an equal one that was parsed before is returned instead."""
         if not isinstance(value, list) or not _INTEGER_TYPES.issuperset(map(type, value)):
             self._refuse(field, value, "a list of sizes")
         shape = tuple(value)

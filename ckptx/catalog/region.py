@@ -182,7 +182,7 @@ def flat_range_regions(shape: Shape, begin: int, end: int) -> list[Region]:
 
 
 def _regions_in_row(shape: Shape, index: int, begin: int, end: int) -> list[Region]:
-    """Return the regions of elements `begin` to `end` of the slice at `index` of dim 0, where 0 is its first element."""
+    """Return the regions of elements `begin` to `end`, counted from its first one, of the slice `index` of dim 0."""
     return [
         Region((index, *region.offsets), (1, *region.sizes)) for region in flat_range_regions(shape[1:], begin, end)
     ]
