@@ -83,10 +83,10 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         compares_tensors_of_state = with_state and has_state(first) and has_state(second)
         a_view = _prepare_view(first, files_a, log, compares_tensors_of_state)
         b_view = _prepare_view(second, files_b, log, compares_tensors_of_state)
-        first, second, were_converted = convert_to_common_names(a_view, b_view)
-        cast_dtypes, ties = _choose_dtypes(first, dtype), TiedNames.from_views(first, second)
-        pairs, differences = _pair_tensors(first, second, cast_dtypes, ties)
-        uncompared_views = [a_view, b_view]
+        a_common, b_common, were_converted = convert_to_common_names(a_view, b_view)
+        cast_dtypes, ties = _choose_dtypes(a_common, dtype), TiedNames.from_views(a_common, b_common)
+        pairs, differences = _pair_tensors(a_common, b_common, cast_dtypes, ties)
+        uncompared_views = [a_view, b_view]  # views whose training state is not compared
         if compares_tensors_of_state:
             state = pair_state(a_view, b_view, ties, in_model_names=were_converted)
             pairs += [_Pair(name, x, y, x.dtype) for name, x, y in state.pairs]
@@ -113,7 +113,7 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
     if any(difference["what"] == "missing" for difference in differences):
         log.note(*note_on_unknown_ties(a_view, b_view))
-    note = _note_on_dtypes(differences, first, second, ties, dtype)
+    note = _note_on_dtypes(differences, a_common, b_common, ties, dtype)
     log.note(*([note] if note else []))
     is_inconclusive = any(not_compared.values()) or bool(changed_keys)
     report = VerifyReport(
@@ -122,8 +122,8 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         tensors=tensors,
         bytes_read=bytes_read,
         dtypes={
-            "before": count_dtypes(first.tensors.values()),
-            "after": count_dtypes(second.tensors.values()),
+            "before": count_dtypes(a_common.tensors.values()),
+            "after": count_dtypes(b_common.tensors.values()),
         },
         notes=list(dict.fromkeys(log.notes)),
         parameters=parameters,
@@ -468,7 +468,7 @@ def _locate_difference(pair: _Pair, leaf: int, a: bytearray, b: bytearray) -> di
     second = np.frombuffer(b, np.uint8).reshape(-1, width)
     different = np.flatnonzero((first != second).any(axis=1))
     elements = leaf * LEAF_NBYTES // width + different
-    if bits < 8:
+    if bits < 8:  # several elements share a byte, and `elements` has indices of bytes until here
         flipped = np.unpackbits((first ^ second)[different], axis=1, bitorder="little")
         at_byte, at_bit = flipped.nonzero()
         elements = np.unique((elements[at_byte] * 8 + at_bit) // bits)

@@ -59,8 +59,8 @@ def diff(options: DiffOptions) -> DiffReport:
     )
     for view in (a_view, b_view):
         match_config_with_notes(view, log.notes)
-    first, second, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
-    for view in (first, second):
+    a_common, b_common, _ = convert_to_common_names(_replace_chunks(a_view), _replace_chunks(b_view))
+    for view in (a_common, b_common):
         log.note(*(f"{view.catalog.location}: {note}" for note in view.notes))
     for view in (a_view, b_view):
         log.note(
@@ -70,17 +70,17 @@ def diff(options: DiffOptions) -> DiffReport:
             )
         )
         log.note(*note_on_uncompared(view, objects=len(view.catalog.objects)))
-    differences = compare_headers(first, second)
+    differences = compare_headers(a_common, b_common)
     missing_count = sum(difference["what"] == "missing" for difference in differences)
     log.note(*(note_on_unknown_ties(a_view, b_view) if missing_count else ()))
-    total = len(first.tensors.keys() | second.tensors.keys())
+    total = len(a_common.tensors.keys() | b_common.tensors.keys())
     report = DiffReport(
         command="diff",
         exit=1 if differences else 0,
         tensors=len(a_view.catalog.tensors),
         dtypes={
-            "before": count_dtypes(first.tensors.values()),
-            "after": count_dtypes(second.tensors.values()),
+            "before": count_dtypes(a_common.tensors.values()),
+            "after": count_dtypes(b_common.tensors.values()),
         },
         notes=list(log.notes),
         parameters=count_parameters(a_view).count,
@@ -90,7 +90,7 @@ def diff(options: DiffOptions) -> DiffReport:
             a_view, b_view, objects=len(a_view.catalog.objects) + len(b_view.catalog.objects)
         ),
         differing=differences,
-        tied_tensors=_find_one_sided_ties(first, second),
+        tied_tensors=_find_one_sided_ties(a_common, b_common),
     )
     return stopwatch.stop(report)
 
@@ -203,9 +203,7 @@ class CommonNames(NamedTuple):
 
 
 def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
-    """Rename both views to the names of the transformers module if then fewer names are in only one of them.
-
-    Otherwise they are returned unchanged.
+    """Rename both views to model names, if fewer names are then in only one of them; otherwise return them unchanged.
 
     Checkpoints may store experts separately or as one tensor, and may use different names for the same module.
     """
@@ -218,12 +216,12 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
     try:
         tensors = []
         for view in (a, b):
-            published_tensors = (
+            disk_tensors = (
                 TrainerRules(view.trainer_conversions).from_trainer(view.tensors).tensors
                 if view.trainer_conversions
                 else view.tensors
             )
-            tensors.append(rules.to_model(published_tensors).tensors)
+            tensors.append(rules.to_model(disk_tensors).tensors)
     except (InputError, UnsupportedError):
         return unchanged  # a view is incomplete or has unknown names; its own names show the differences best
     before, after = (len(first.keys() ^ second.keys()) for first, second in ((a.tensors, b.tensors), tensors))
@@ -235,7 +233,7 @@ def convert_to_common_names(a: ModelView, b: ModelView) -> CommonNames:
 def compare_headers(a: ModelView, b: ModelView) -> list[dict[str, Any]]:
     """Return the entries of `differing` in the report: each name that differs, the kind of difference, and both values.
 
-    A tied name that one side lacks is compared with its partner there.
+    A tied name that one view lacks is compared with the name that it is tied to in that view.
     """
     ties = TiedNames.from_views(a, b)
     differences: list[dict[str, Any]] = []
