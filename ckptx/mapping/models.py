@@ -67,7 +67,9 @@ class KnownNames:
 
 
 class OtherModel(NamedTuple):
-    """Names under another prefix than that of the model: names of its architecture, or the same names as the model.
+    """Names under another prefix than that of the model.
+
+    After the prefix, they are names of its architecture; for an unknown one, the same names as those of the model.
 
     Attributes:
         prefix: Prefix of the names, such as `ema.`; empty for none.
@@ -89,7 +91,7 @@ class Models(NamedTuple):
     """Model of a checkpoint, and other models in it.
 
     Attributes:
-        roles: Role of each name; `other` has all names of neither model nor optimizer.
+        roles: Role of each name; its `other` includes the names of other models.
         others: Other models, complete or partial.
         duplicates: Name without the prefix of the model -> stored name of the model tensor that has this name once the
             prefix is removed: `norm.weight` -> `model.norm.weight`.
@@ -116,7 +118,8 @@ def find_models(roles: Roles, known: KnownNames | None, *, is_user_prefix: bool)
     Args:
         roles: Roles of the names under the prefix that was given or detected.
         known: Names of the architecture; None if they are unknown.
-        is_user_prefix: True if the user gave the prefix, so that equal names outside of it are not duplicates.
+        is_user_prefix: True if the user gave the prefix, so that equal names outside of it are not duplicates of those
+            under it.
     """
     outside = [name for name in roles.other if not is_trainer_state(name)]
     candidates = _other_copies(roles, outside) if known is None else _other_models(roles, outside, known)
@@ -160,9 +163,14 @@ def _other_models(roles: Roles, outside: Iterable[str], known: KnownNames) -> li
 
 
 def _separate_models(roles: Roles, candidates: Iterable[OtherModel]) -> Models:
-    """Separate other models from the model, and copies of its names that are optimizer state from both.
+    """Separate the names of other models from those of the model.
 
-    An incomplete model under the prefix of the model stays part of it: MTP heads have the names of a layer.
+    Names of a candidate whose prefix is one of state, such as `optim.`, become optimizer state. An incomplete model
+    under the prefix of the model stays part of it: MTP heads have the names of a layer.
+
+    Args:
+        roles: Roles of the names before the separation.
+        candidates: Models under other prefixes, or copies of the names of the model in optimizer state.
     """
     state_names: set[str] = set()
     other_names: set[str] = set()

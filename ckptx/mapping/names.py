@@ -272,17 +272,18 @@ def assign_roles(names: Iterable[str], patterns: frozenset[str] | None, prefix: 
     other: list[str] = []
     rest: list[str] = []
     model: dict[str, str] = {}
-    buckets: dict[str, list[str]] = {}  # by pattern: thousands of names have a few dozen patterns
+    # Pattern -> the list of names with its role: thousands of names have a few dozen patterns.
+    buckets: dict[str, list[str]] = {}
     for name in names:
-        key = pattern_of(name)
-        bucket = buckets.get(key)
+        pattern = pattern_of(name)
+        bucket = buckets.get(pattern)
         if bucket is None:
-            is_below = prefix and key.startswith(prefix) and not is_optimizer(key)
-            own_key = key[len(prefix or "") :] if is_below and is_trainer_state(key) else key
-            bucket = optimizer if is_optimizer(own_key) else other if is_trainer_state(own_key) else rest
-            if patterns is not None and key in patterns:
+            is_below = prefix and pattern.startswith(prefix) and not is_optimizer(pattern)
+            own_pattern = pattern[len(prefix or "") :] if is_below and is_trainer_state(pattern) else pattern
+            bucket = optimizer if is_optimizer(own_pattern) else other if is_trainer_state(own_pattern) else rest
+            if patterns is not None and pattern in patterns:
                 bucket = rest  # the architecture has a module of that name
-            buckets[key] = bucket
+            buckets[pattern] = bucket
         bucket.append(name)
     if prefix is None:
         prefix = _best_prefix(rest, patterns) if patterns is not None else ""

@@ -147,6 +147,7 @@ def convert(conversion: Conversion, columns: Columns, shapes: Sequence[Shape | N
     Raises:
         InputError: The tensors do not match.
         UnsupportedError: An op is unknown to ckptx, requires an unknown shape, or would split a byte of a packed dtype.
+        InternalError: The ops do not give one column for each target pattern.
     """
     for number, op in enumerate(conversion.ops, 1):
         has_target_shapes = all(each.kind in _KINDS_THAT_KEEP_SHAPES for each in conversion.ops[number:])
@@ -168,6 +169,9 @@ def _apply_op(op: Op, columns: Columns, count: int, shapes: Sequence[Shape | Non
         columns: Tensors that it is applied to.
         count: Number of target patterns of the conversion.
         shapes: Shape of each result of the op; None if unknown.
+
+    Raises:
+        InputError, UnsupportedError: See `convert`.
     """
     if op.kind == "same":
         return columns

@@ -443,6 +443,7 @@ def _describe_parts(sizes: Sequence[int]) -> str:
 
 
 def _check_dim(entry: TensorEntry, dim: int) -> None:
+    """Raise an InputError for a tensor that has no dim `dim`."""
     if dim >= len(entry.shape):
         raise InputError(
             f'tensor "{entry.name}": shape {list(entry.shape)} has no dim {dim}; the tensor belongs to another model'
@@ -450,6 +451,7 @@ def _check_dim(entry: TensorEntry, dim: int) -> None:
 
 
 def _check_compatible(first: TensorEntry, other: TensorEntry, a: Shape, b: Shape) -> None:
+    """Raise an InputError if the dtypes of two tensors differ, or `a` and `b`, sizes of the first and of the other."""
     if first.dtype is not other.dtype or a != b:
         raise InputError(
             f'tensor "{other.name}": {other.dtype} of shape {list(other.shape)} cannot be combined with '

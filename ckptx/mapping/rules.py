@@ -157,8 +157,9 @@ class NameRules:
     def destinations(self, names: Iterable[str]) -> dict[str, Destination | str | None]:
         """Map each disk name to its destination in a conversion, its model name if it is one, or None if unknown.
 
-        A name may be both a disk name and a model name: norm0 -> norm1 -> norm2. It counts as a model name if its
-        target already exists. Scales are renamed like their weight.
+        A name may be both a disk name and a model name, such as norm1 in norm0 -> norm1 -> norm2. It counts as a model
+        name if the model name that it would be converted to is already that of another tensor. Scales are renamed like
+        their weight.
         """
         return self._resolve_names(names).destinations
 
@@ -167,6 +168,7 @@ class NameRules:
         return not any(isinstance(destination, Destination) for destination in self.destinations(names).values())
 
     def _resolve_names(self, names: Iterable[str]) -> ResolvedNames:
+        """Return the destinations of disk names, see `destinations`, and the runs that cannot be converted."""
         destinations: dict[str, Destination | str | None] = {}
         ambiguous: dict[str, tuple[Destination, str]] = {}
         for name in names:
@@ -202,6 +204,7 @@ class NameRules:
         return known
 
     def _resolve(self, name: str) -> tuple[Destination | None, str | None]:
+        """Return the same as `_look_up`, by the result for another name with the same pattern if that determines it."""
         pattern, indices = split_pattern(name)
         entry = self._pattern_entries.get(pattern)
         if entry is None:
@@ -229,6 +232,7 @@ class NameRules:
         return bool(indices_of(self._base_prefix))
 
     def _pattern_entry(self, name: str, destination: Destination | None, model_name: str | None) -> _PatternEntry:
+        """Return the entry for all names with the pattern of `name`, from the result of its lookup."""
         edit = None
         if model_name is not None:
             edit = (self._base_prefix, 0) if len(model_name) > len(name) else ("", len(name) - len(model_name))
@@ -242,6 +246,7 @@ class NameRules:
         )
 
     def _resolve_uncached(self, name: str) -> tuple[Destination | None, str | None]:
+        """Return the same as `_look_up`, from the first spelling of the name that is known."""
         destination = model_name = None
         for spelling in self._spellings(name):
             for match in self._source_index.find(spelling):
@@ -397,7 +402,7 @@ class NameRules:
         return destinations, tuple(unconverted)
 
     def _disk_destination(self, name: str, runs: Collection[RunKey]) -> Destination | str | None:
-        """Return the destination of a model tensor on disk, in one of `runs` if possible."""
+        """Return the disk destination of a model tensor, in one of `runs` if possible; None if its name is unknown."""
         fallback: Destination | str | None = name if self._is_known(name) else None
         is_first = True
         for match in self._target_index.find(name):
@@ -492,6 +497,16 @@ class _Converter:
         return self._result._replace(unconverted=unconverted)
 
     def _convert(self, destination: Destination, names_by_pattern: list[dict[int, str]]) -> None:
+        """Convert the tensors of one run, and add the results.
+
+        Args:
+            destination: Destination of any of its tensors.
+            names_by_pattern: For each source pattern, position in the module list -> name.
+
+        Raises:
+            InputError: A tensor is missing, or a result does not have the shape in the model or the name of another.
+            UnsupportedError: See `convert`.
+        """
         conversion = self._conversions[destination.conversion]
         check_complete(conversion, destination.shared_indices, names_by_pattern)
         columns: Columns = [
@@ -513,6 +528,11 @@ class _Converter:
                 self._add(name, entry, sources)
 
     def _add(self, name: str, entry: TensorEntry, sources: tuple[str, ...]) -> None:
+        """Add a tensor to the result under its new name; `sources` are the old names that it is made of.
+
+        Raises:
+            InputError: Another tensor has this new name.
+        """
         if name in self._result.tensors:
             other = self._result.sources[name][0]
             raise InputError(
