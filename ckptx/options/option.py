@@ -309,12 +309,14 @@ def _quoted(value: Any) -> str:
 
 
 def _check_strings(value: Any, subject: str) -> tuple[str, ...]:
+    """Return a sequence of strings as a tuple; raise an ArgumentTypeError for anything else, also a single string."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise ArgumentTypeError(f"{subject}: {_quoted(value)} must be a list of strings")
     return tuple(value)
 
 
 def _check_range(value: int, option: Option, subject: str) -> int:
+    """Return the value; raise a UsageError if it is out of the range of the option."""
     minimum, maximum = option.minimum, option.maximum
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum:,}"
