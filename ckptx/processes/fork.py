@@ -247,6 +247,7 @@ class _WorkerPool:
             self._context = multiprocessing.get_context("spawn")
 
     def _start_calls(self) -> None:
+        """Start pending calls, as long as a process is idle or another one may be started."""
         while self._pending and (self._idle or len(self._running) < self._max_processes):
             key, call = self._pending.popleft()
             if self._idle:
