@@ -14,7 +14,8 @@ class CkptxError(Exception):
     """Base class of all errors.
 
     Attributes:
-        exit_code: Exit code of the command line; each subclass sets its own.
+        exit_code: Exit code of the command line. Each direct subclass has its own; a `PeerFailure` has that of the
+            process that failed.
     """
 
     exit_code = 1

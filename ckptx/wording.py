@@ -24,7 +24,7 @@ def list_names(names: Sequence[str], limit: int = 5) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first of one or more names in quotes, with dots if there are more: `"a"`, `"a", ...`."""
+    """Return the first of one or more names in quotes, with an ellipsis if there are more: `"a"`, `"a", ...`."""
     return f'"{names[0]}"{", ..." if len(names) > 1 else ""}'
 
 

@@ -20,7 +20,7 @@ class FormatTraits(NamedTuple):
             `Catalog.is_published` is about one checkpoint.
         can_be_restored: True if its files can be recorded and written again byte for byte.
         has_manifest: True if the manifest of an output in this format records the original files. That of an HF
-            checkpoint has digests only, and is not read.
+            checkpoint has no such record.
         has_model_names: True if tensors usually have the names of the model, not those of a published checkpoint.
     """
 

@@ -362,7 +362,7 @@ class _Comparison:
 
         Args:
             workers: Maximum number of threads; fewer are used if `max_memory` is too small for them.
-            on_progress: Called with the bytes of the reference that are compared, and with all of its bytes.
+            on_progress: Called with the number of bytes of the reference that have been compared, and the total.
 
         Returns:
             Entries of `differing` in the report.

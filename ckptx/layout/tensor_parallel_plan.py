@@ -141,8 +141,8 @@ class TensorParallelPlan:
     def find_unmatched_patterns(self, names: Iterable[str]) -> list[str]:
         """Return the patterns of this plan, without its fallback, that match none of `names`, in the order of the plan.
 
-        A pattern matches a name if it is the name or its module; one with a style that does not shard, also if it is
-        any module around these.
+        A pattern matches a name if it equals the name or its module. If its style does not shard, it may also be any
+        module around these.
         """
         missing = dict(self.rules)
         for name in names:

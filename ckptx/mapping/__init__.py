@@ -10,4 +10,5 @@ Terms for names, here and in the other packages:
     index          number between dots in a name, such as that of a layer or an expert
     pattern        name with `*` for each index: `model.layers.*.mlp.up_proj.weight`
     module list    modules that differ in one index, such as the experts of a layer
+    run            one application of a conversion, to the tensors that it converts together    `RunKey`
 """

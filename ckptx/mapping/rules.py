@@ -79,8 +79,8 @@ class _PatternEntry(NamedTuple):
         conversion: Index of the conversion; None if no conversion applies.
         pattern_index: Index of the pattern among the sources, see `Destination`.
         in_list: True if the last index is a position in a module list.
-        model_name_edit: (text, count): the model name is `text` and the name without its first `count` characters; None
-            if names of the pattern are not model names.
+        model_name_edit: (text, count): the model name is `text`, followed by the name without its first `count`
+            characters; None if names of the pattern are not model names.
     """
 
     conversion: int | None
@@ -504,7 +504,7 @@ class _Converter:
             names_by_pattern: For each source pattern, position in the module list -> name.
 
         Raises:
-            InputError: A tensor is missing, or a result does not have the shape in the model or the name of another.
+            InputError: A tensor is missing, a result does not have its shape in the model, or two have one new name.
             UnsupportedError: See `convert`.
         """
         conversion = self._conversions[destination.conversion]
