@@ -67,7 +67,7 @@ class Block(NamedTuple):
 
 
 class ShardedChunks(Sequence[Chunk]):
-    """The chunks of one tensor sharded for a mesh, created on access.
+    """The chunks of one tensor of an output that is sharded for a mesh, created on access.
 
     Equally sharded tensors share all but the offsets, so that a plan for thousands of ranks stays small.
 

@@ -11,6 +11,7 @@ from ckptx.catalog.manifest import Manifest, ShardingRecord
 from ckptx.catalog.region import Region, Shape, find_coverage_fault
 from ckptx.untrusted.hash_keys import salted_key
 
+# `CoverageFault.kind` -> value of a `Contradiction`.
 _COVERAGE_FAULTS = {
     "gap": "an index of blocks with a gap",
     "overlap": "an index of blocks that overlap",

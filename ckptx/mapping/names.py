@@ -36,6 +36,7 @@ _TRAINER_ROOTS = frozenset(
         "rng_states", "loops", "callbacks", "step", "epoch", "iteration", "trainer", "scaler", "ema_optimizer",
     }
 )  # fmt: skip
+# Components of a prefix of gradients, and of optimizer state or master weights (`optim_0`, `fp32_params`).
 _GRADIENTS = frozenset({"grad", "grads", "gradients", "main_grad"})
 _OPTIMIZER_COMPONENT = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d+))?|(master|main|fp32)_params?")
 # Roots that hold both: `state.model.*`, `state.optimizers.*`; `app.model.*`, `app.optim.*`.
