@@ -34,7 +34,8 @@ from ckptx.runtime.parallel.distributed import all_gather_object
 if TYPE_CHECKING:  # Python 3.10 has it only there
     from typing_extensions import Unpack
 
-_WRITER_TIMEOUT = timedelta(hours=1)  # maximum delay between ranks in writing; a lost rank is noticed immediately
+# Maximum time that a rank waits for another one that writes more slowly; a rank that is lost is noticed immediately.
+_WRITER_TIMEOUT = timedelta(hours=1)
 
 
 class Saver:
@@ -50,7 +51,7 @@ class Saver:
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise UsageError("Saver: requires a process group; use distributed.process_group")
-        # The group of the writer threads, which a thread may destroy; empty after that.
+        # The one group of the writer threads. A writer thread may destroy it, and empties this list then.
         self._groups = [dist.new_group(backend="gloo", timeout=_WRITER_TIMEOUT)]
         self._writer: _WriterThread | None = None
         self._unreported_errors: list[str] = []
@@ -65,7 +66,7 @@ class Saver:
     ) -> None:
         """Copy the state to CPU memory, and start to write it.
 
-        It waits for the previous save, so that at most one copy is in memory.
+        The previous save is waited for first, so that at most one copy is in memory.
 
         Args:
             model: The model, or the pipeline stages of this rank.
@@ -74,7 +75,8 @@ class Saver:
             **options: Options of `save`, see `SaveRequest`.
 
         Raises:
-            CkptxError: This save failed before it writes, as in `save`, or the saver is closed.
+            CkptxError: This save failed before its thread started, as in `ckptx.runtime.save`, or the saver is closed
+                or lost a rank.
             Exception: The previous save failed; see `wait`.
         """
         self.wait()
@@ -106,7 +108,7 @@ class Saver:
                 del error  # which refers to this frame
 
     def close(self) -> None:
-        """Wait, and end the group and its threads; every rank calls it.
+        """Wait for the current write, and destroy the group; every rank calls it.
 
         Raises:
             Exception: See `wait`.
@@ -172,7 +174,9 @@ class _WriterThread(Thread):
             self.error = error
             _clear_frames(error)
             if not isinstance(error, CkptxError):
-                _destroy_groups(self._groups)  # the other ranks do not know of it, and must not wait for this one
+                # All ranks know of a CkptxError. Other errors are those of a lost connection, or of this rank alone:
+                # without the group, the other ranks fail instead of waiting for this one.
+                _destroy_groups(self._groups)
 
 
 def _clear_frames(error: BaseException) -> None:

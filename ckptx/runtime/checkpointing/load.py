@@ -1,4 +1,4 @@
-"""Fills the parameters of a model from a checkpoint: on each rank its shards, and no tensor may stay uninitialized.
+"""Fills the parameters of a model from a checkpoint: each rank reads its shards, and no tensor may stay uninitialized.
 
 model names --- OpenCheckpoint (any format, any naming) ---> entries: byte ranges in files
 parameters  --- shards.find_local_shards ---> regions of this rank, and their place in its memory
@@ -40,6 +40,7 @@ from ckptx.runtime.parallel.shards import LocalShard, find_local_shards
 from ckptx.runtime.torch_private import local_tensor
 from ckptx.storage.files import is_regular_file
 
+# Parameter name -> regions of the whole tensor on this rank; see `regions` of `load`.
 FindLocalRegions = Callable[[str], "Sequence[Region] | None"]
 
 _MAX_WORKERS = 4
@@ -65,9 +66,10 @@ def load(
     Args:
         model: Materialized model; plain, sharded by TP or FSDP, or a pipeline stage.
         root: Checkpoint in any format that ckptx reads.
-        regions: Function that returns for a parameter name the regions of the whole tensor that TP left on this
-            rank, in the order of its memory, or None if the DTensor or the shape is sufficient. None: the function
-            would return None for every name.
+        regions: Function such as `TensorParallelLayout.local_regions`. It takes a parameter name and returns the
+            regions of the whole tensor that TP left on this rank, before FSDP, in the order in which its memory has
+            them. It returns None if the placements of a DTensor show its regions, or if a plain tensor is whole. None
+            instead of a function means that this holds for every name.
         config: Replaces the `config.json` of the checkpoint; None uses that file, or else the model's own config.
         prefix: See `open_source`.
         workers: Number of reading threads; None means up to 4.
@@ -155,7 +157,7 @@ def find_unread(
 
 
 def _fallback_config(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
-    """Return the model's own config for a checkpoint without one; None if it has one."""
+    """Return the model's own config for a checkpoint without one; None if the checkpoint has one, or the model none."""
     directory = root.parent if is_regular_file(root) else root
     model_config = getattr(model, "config", None)
     return None if model_config is None or is_regular_file(directory / "config.json") else model_config.to_dict()
@@ -165,7 +167,7 @@ def _fallback_config(model: nn.Module, root: Path) -> Mapping[str, Any] | None:
 
 
 class RegionRead(NamedTuple):
-    """A region of an entry, and the memory that it is read into."""
+    """A region of an entry, and the memory that it is read into: `target` has the shape of the region."""
 
     entry: TensorEntry
     region: Region
@@ -177,7 +179,7 @@ class _TensorRead:
     """A parameter or buffer of this rank that is read from an entry, or compared with one.
 
     Attributes:
-        name: Its first name in the model.
+        name: First name of the parameter or buffer in the model.
         entry_name: Model name of the entry; another one if names are tied.
         entry: The entry in the checkpoint.
         local_data: Memory of this rank's shards.
@@ -216,11 +218,12 @@ class _LoadPlan:
     used_names: set[str] = field(default_factory=set)
 
     def region_reads(self) -> list[RegionRead]:
-        """Return the reads in the order of the files."""
+        """Return the reads of `reads`, without `ties`, in the order of the files."""
         return sorted((each for read in self.reads for each in read.region_reads()), key=_file_position)
 
 
 def _file_position(region_read: RegionRead) -> tuple[str, int]:
+    """Return (file, byte offset) of the first chunk of an entry; ("", 0) for an entry without chunks."""
     chunks = region_read.entry.chunks
     first = next(iter(chunks.archives if isinstance(chunks, LazyChunks) else chunks), None)
     return ("", 0) if first is None else (first.file, first.offset)
@@ -286,7 +289,7 @@ def _plan_tensor(
                 f'{source.root}: tensor "{entry_name}" has shape {list(entry.shape)}, expected {list(shape)} for '
                 f"{name}; use the config of this checkpoint"
             )
-        target_dtype(entry, tensor.dtype)
+        target_dtype(entry, tensor.dtype)  # raises if the entry cannot be cast to it
         read = _TensorRead(name, entry_name, entry, local_data, shards)
         if entry_name == source_name:
             plan.reads.append(read)
@@ -305,7 +308,8 @@ def _plan_tensor(
 def _covering_shape(local_regions: Sequence[Region], entry: TensorEntry) -> tuple[int, ...]:
     """Return the shape of `entry` if the regions fit in it; else the smallest shape that contains them.
 
-    No regions, as on a rank without a part of the tensor, fit in any shape.
+    A plain tensor that TP sharded does not know its whole shape, so that only this can be compared. No regions, as on a
+    rank without a part of the tensor, fit in any shape.
     """
     if not local_regions:
         return entry.shape
@@ -316,7 +320,7 @@ def _covering_shape(local_regions: Sequence[Region], entry: TensorEntry) -> tupl
 
 
 def _tensors_with_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Return every parameter and persistent buffer with all its names, without wrappers."""
+    """Return every parameter and persistent buffer once, with all its canonical names."""
     tensors_by_id: dict[int, tuple[Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         persistent = {
@@ -330,7 +334,7 @@ def _tensors_with_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 def _group_ties(ties: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return name -> all names that are tied to it, itself included; they include names of other stages."""
+    """Return name -> all names that are tied to it, itself included; some may be names of other pipeline stages."""
     groups: dict[str, list[str]] = {}
     for target, source in ties:
         group = list(dict.fromkeys([*groups.get(source, [source]), *groups.get(target, [target])]))
@@ -345,6 +349,7 @@ def _optional_names_pattern(model: nn.Module) -> re.Pattern[str]:
 
 
 def _non_persistent_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the canonical name of each non-persistent buffer."""
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf in module._non_persistent_buffers_set:
@@ -377,7 +382,14 @@ def _explain_unread(source: OpenCheckpoint, plan: _LoadPlan) -> dict[str, str]:
 
 
 def _run_in_threads(calls: Iterable[Callable[[], None]], workers: int | None) -> None:
-    """Run the calls in threads, started in order; after the first failure no further call starts, and it is raised."""
+    """Run the calls in threads, started in order, and wait for them.
+
+    After the first failure no further call starts; the failure is raised when the running calls have ended.
+
+    Args:
+        calls: Functions without arguments.
+        workers: Number of threads; None means up to 4.
+    """
     count = workers or min(_MAX_WORKERS, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="ckptx-load")
     try:
@@ -409,6 +421,7 @@ def _detached_local(tensor: Tensor) -> Tensor:
 
 
 def _narrow_to_region(tensor: Tensor, region: Region) -> Tensor:
+    """Return a region of a tensor as a view; the tensor itself if the region covers it."""
     for dim, (begin, size) in enumerate(zip(*region, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, size)
@@ -425,7 +438,7 @@ def retie(model: nn.Module) -> list[str]:
     of the tied parameters are equal all the same.
 
     Returns:
-        The names that share a parameter again.
+        The names that have the parameter of another name again.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return []

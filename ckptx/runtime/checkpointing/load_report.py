@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Reasons for unread tensors. All other reasons come from `ckptx.architecture.extra_tensors`: allowed extra tensors.
+# Reasons for unread tensors. Other reasons are those of allowed extra tensors, from `ckptx.architecture.extra_tensors`,
+# and descriptions of other models in the same checkpoint.
 NOT_IN_MODEL = "no place in this model"
 UNKNOWN_TO_CLASS = "unknown to the class"
 OPTIMIZER_STATE = "optimizer state"

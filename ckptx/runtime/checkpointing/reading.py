@@ -93,7 +93,11 @@ class OpenCheckpoint:
         return None if dtype_name is None else getattr(torch, dtype_name)
 
     def uses_other_layer(self, name: str) -> bool:
-        """Return True if the tensor of another layer replaces this one."""
+        """Return True if the model uses the tensor of another layer in place of this one.
+
+        Args:
+            name: Model name, or name on disk.
+        """
         return (
             self.architecture is not None and self.config is not None and self.architecture.is_unused(name, self.config)
         )
@@ -122,13 +126,13 @@ class OpenCheckpoint:
         stored_as = {}
         for pair, decision in zip(pairs, decide_ties(self.view, self.files), strict=True):
             if decision.declared and decision.action == "alias":
-                stored_as[pair.namings[0][0]] = pair.namings[0][1]
+                stored_as[pair.namings[0][0]] = pair.namings[0][1]  # the first naming has the model names
         return stored_as
 
     def find_untied_names(self) -> tuple[str, ...]:
         """Return model names that the config ties to others, but that are stored with a value of their own.
 
-        Bytes are read only if both names of a pair are stored separately.
+        Tensor bytes are read, and compared, only if both names of a pair are stored separately.
 
         Raises:
             InputError: A name is missing, and nothing stored can replace it.
@@ -199,7 +203,7 @@ def open_source(
 
 
 class MemorySink:
-    """A sink that writes directly into a row-major CPU tensor."""
+    """A `ckptx.transfer.stream.Sink` that writes directly into a row-major CPU tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._memory, self._offset = _as_memoryview(target), 0
@@ -212,7 +216,7 @@ class MemorySink:
 
 
 class StagedSink:
-    """A sink that writes into a row-major tensor on a device, through a CPU buffer."""
+    """A `ckptx.transfer.stream.Sink` that writes into a row-major tensor on a device, through a CPU buffer."""
 
     def __init__(self, target: Tensor) -> None:
         self._target_bytes, self._offset = _as_bytes(target), 0
@@ -243,7 +247,7 @@ class RegionReader:
 
     @property
     def unverified_bytes(self) -> int:
-        """Bytes read from records whose CRC-32 also covers bytes that were not read."""
+        """Bytes read from archive members (`Record`) whose CRC-32 also covers bytes that were not read."""
         return sum(self._unverified)
 
     def _thread_reader(self) -> TensorReader:
@@ -282,6 +286,7 @@ class RegionReader:
         return True
 
     def _read_staged(self, entry: TensorEntry, part: Region, torch_dtype: torch.dtype, dtype: DType) -> Tensor:
+        """Return a part of an entry as a CPU tensor; `torch_dtype` and `dtype` are the same dtype."""
         staged = torch.empty(part.sizes, dtype=torch_dtype)
         stream_cast(self._thread_reader(), entry, part, dtype, MemorySink(staged))
         return staged
@@ -289,8 +294,8 @@ class RegionReader:
     def _drop_partial_checksums(self, entry: TensorEntry, region: Region) -> TensorEntry:
         """Return the entry with only the chunks that overlap a region, and no checksum of records read in part.
 
-        The bytes read from such records are counted in `unverified_bytes`. Checking a checksum requires all bytes of
-        the record: every rank would read the whole model. `verify` does that.
+        The bytes read from such records are counted in `unverified_bytes`. Verifying a checksum requires all bytes of
+        the record, so that every rank would read the whole model. `ckptx verify` reads and verifies all records.
         """
         chunks = []
         stored_chunks = entry.chunks
@@ -311,7 +316,7 @@ def target_dtype(entry: TensorEntry, target: torch.dtype) -> DType:
     """Return the `DType` of the torch dtype `target`, if the elements of `entry` can be read as it.
 
     Raises:
-        UnsupportedError: They cannot.
+        UnsupportedError: The dtypes differ, and one of them cannot be cast.
     """
     name = str(target).removeprefix("torch.")
     dtype = DTYPES_BY_TORCH_NAME.get(name)
@@ -342,13 +347,17 @@ def split_region(region: Region, max_numel: int) -> Iterator[Region]:
 
 
 def _narrow_within(target: Tensor, region: Region, part: Region) -> Tensor:
+    """Return the view of `target`, which holds `region`, that holds `part`; both are regions of the whole tensor."""
     for dim, (origin, offset, size) in enumerate(zip(region.offsets, part.offsets, part.sizes, strict=True)):
         target = target.narrow(dim, offset - origin, size)
     return target
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a row-major tensor as its bytes; one with a single element may have any stride."""
+    """Return the bytes of a row-major tensor as a uint8 view of one dim.
+
+    `view` alone would refuse a tensor with a single element and a stride other than 1.
+    """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

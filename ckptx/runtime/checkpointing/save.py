@@ -4,7 +4,7 @@
     optim.state.<name>.exp_avg         torch's flattened form (`flatten_optimizer_state_dict`): every rank has entries
     optim.param_groups.<name>.lr       for its own parameters only, so that pipeline stages form one checkpoint
     training_state.<name>              scheduler, random numbers, position in the data: see `training_state`
-    step                               number of the step
+    step                               number of the training step
 
 Tied names share the bytes of the parameter in the checkpoint, and those of its optimizer state.
 """
@@ -53,7 +53,8 @@ def save(
 ) -> None:
     """Write a DCP that stock torch and ckptx read. Every rank calls it, within a process group.
 
-    It appears at `path` in one step, when all of it is on disk; a save that fails before that leaves `path` as it was.
+    The checkpoint appears at `path` atomically, when all of it is on disk; a save that fails before that leaves `path`
+    as it was.
 
     Args:
         model: The model, or the pipeline stages of this rank.
@@ -127,7 +128,7 @@ def load_optimizer(
 
 
 def _read_value(stored: StoredState, full_name: str) -> Any:
-    """Return a value, or a tensor that is whole on every rank, such as a learning rate."""
+    """Return a plain value (see `stored_state`), or a tensor that is whole on every rank, such as a learning rate."""
     if full_name in stored.objects:
         return stored.read_value(full_name)
     entry = stored.tensors[full_name]
@@ -144,7 +145,10 @@ def _read_state(
     model_state: ModelState,
     layout: TensorParallelLayout | None,
 ) -> Any:
-    """Return this rank's shard of a state, sharded like its parameter if it has the same shape."""
+    """Return one value of a parameter's optimizer state.
+
+    A tensor with the shape of the parameter is sharded like it; any other tensor is whole on every rank.
+    """
     if full_name in stored.objects:
         return stored.read_value(full_name)
     key, entry = full_name.rpartition(".")[2], stored.tensors[full_name]
@@ -170,7 +174,7 @@ def publish(
     on_published: Callable[[], object] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the snapshots of all ranks, and publish the checkpoint at its path.
+    """Write the snapshots of all ranks to a staging directory, and then move it to `path`; every rank calls it.
 
     Args:
         snapshot: Snapshot of this rank.
@@ -202,7 +206,7 @@ def publish(
 
 
 def _write_files(snapshot: Snapshot, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the file of every rank, and on rank 0 the metadata."""
+    """Write the `.distcp` file of this rank, and on rank 0 `.metadata`; every rank calls it."""
     writer = AliasWriter(directory, snapshot.aliases)
     try:
         dcp.save(snapshot.state_dict, storage_writer=writer, planner=SavePlanner(), process_group=group)

@@ -1,8 +1,9 @@
 """Extends torch's save planner to the true regions of a DTensor, and its writer to names that share bytes.
 
-torch treats a DTensor as one region at the place that its placements give. Fused groups ([q|k|v]) are several, and
-if their widths differ, the placements do not show it: stock `dcp.save` would store rows in the wrong order. Here the
-regions come from `shards.find_local_shards`; the result is an ordinary DCP.
+torch treats a local shard as one region of the whole tensor, whose offsets follow from the placements. The shard of a
+fused tensor ([q|k|v]) has a region for each fused part, and if parts differ in size, no placement describes them: stock
+`dcp.save` would store rows in the wrong order. Here the regions come from `shards.find_local_shards`; the result is an
+ordinary DCP.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class DTensorShards:
     """The regions of a DTensor on this rank, for torch's planners."""
 
     def __init__(self, name: str, tensor: DTensor, local_regions: Sequence[Region] | None) -> None:
+        """Locate the regions; see `shards.find_local_shards` for the arguments."""
         self._size, self._local = tensor.shape, local_tensor(tensor).detach()
         self._shards = {shard.region.offsets: shard for shard in find_local_shards(name, tensor, local_regions)}
         if not tensor.numel():  # no region has an element, but the tensor must still be stored
@@ -63,7 +65,10 @@ class DTensorShards:
         return [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in regions]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        """Return one item per region; for a replicated one, torch keeps one rank's, the first or the least busy."""
+        """Return one item per region.
+
+        If ranks have the same region, torch writes that of one rank: the first, or the one with the fewest bytes.
+        """
         return [
             WriteItem(
                 MetadataIndex(name, chunk.offsets),

@@ -35,7 +35,7 @@ class SaveRequest:
             them.
         optimizer: The optimizer of this model, or of all these stages, made after sharding; None saves no optimizer
             state.
-        path: A directory that does not exist yet, or is empty, on a file system that all ranks share.
+        path: A directory on a file system that all ranks share; without `overwrite` it must not exist yet, or be empty.
         layout: TP layout of the model; required if TP shards it. `TensorParallelLayout.merge` merges those of several
             stages.
         step: Number that is stored under "step"; None stores none.
@@ -45,7 +45,7 @@ class SaveRequest:
             (numbers, strings, tensors, in lists and dicts), identical on all ranks; state that differs is wrapped in
             `PerRank`. None stores none.
         mesh: The mesh of the run; required for a `PerRank`.
-        overwrite: True replaces a checkpoint at `path`, in one step.
+        overwrite: True replaces a checkpoint at `path` atomically.
         on_published: Called on rank 0 after the checkpoint is complete, in the thread that wrote it, e.g. to mark it
             as the latest.
     """

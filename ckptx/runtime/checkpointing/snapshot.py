@@ -1,7 +1,7 @@
 """A snapshot of the state that a rank saves: tensors by name, optimizer state, training state and the config.
 
-A snapshot refers to the tensors of the run, or has copies of them on the CPU, so that training can continue while it is
-written. The written bytes are identical.
+A snapshot refers to the tensors of the run, or has copies of them on the CPU, so that training can continue while the
+snapshot is written. Both write identical bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptx.storage.local import LocalSource
 
 _MODEL_KEY, _OPTIMIZER_KEY = "model", "optim"
 STATE_PREFIX, GROUPS_PREFIX = f"{_OPTIMIZER_KEY}.state", f"{_OPTIMIZER_KEY}.param_groups"
-_MAX_SIDECAR_BYTES = 1 << 30
+_MAX_SIDECAR_BYTES = 1 << 30  # maximum size of a config or tokenizer file, each of which is held in memory
 
 
 class Snapshot(NamedTuple):
@@ -188,6 +188,14 @@ def local_regions_of(
     full_name: str, value: Any, parameter: Tensor, model_state: ModelState, layout: TensorParallelLayout | None
 ) -> Sequence[Region] | None:
     """Return the regions of a whole tensor that TP left on this rank; None if its own placements show them.
+
+    Args:
+        full_name: Name of the value in the checkpoint, for error messages.
+        value: The parameter or buffer itself, or a value of its optimizer state. None is returned for one that is not a
+            DTensor.
+        parameter: The parameter or buffer.
+        model_state: Names of `parameter`.
+        layout: TP layout with the regions of parameters; None without TP.
 
     Raises:
         UnsupportedError: The shard of some optimizer state is unknown.

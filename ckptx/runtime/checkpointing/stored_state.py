@@ -1,8 +1,9 @@
 """Reads the state in a DCP other than the model, without executing anything: tensors by region, and plain values.
 
-A plain value is None, a boolean, number, string, dtype or tensor, or a list, tuple or dict of plain values. A DCP
-stores each as an archive of `torch.save`. It is read by the unpickler of `formats.torch_archive`, which runs no code;
-torch's own reader unpickles `.metadata` unchecked.
+A plain value is None, a boolean, integer of 64 bits, float, string, dtype or tensor, or a list, tuple or dict (with
+string or integer keys) of plain values. Bytes can be read, but are not stored. A DCP stores each value as an archive of
+`torch.save`. It is read by the unpickler of `formats.torch_archive`, which runs no code; torch's own reader unpickles
+`.metadata` unchecked.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StoredState:
 
 @contextmanager
 def open_state(path: Path) -> Iterator[StoredState]:
-    """Open a checkpoint; only headers are read.
+    """Open a DCP; only headers are read, until the result is asked for tensors or values.
 
     Raises:
         InputError: There is no checkpoint, or it is damaged.
@@ -107,10 +108,11 @@ class _PlainValueConverter:
 
     def __init__(self, archive: Archive, read: Callable[[int, int], bytes], subject: str) -> None:
         self._archive, self._read, self._subject = archive, read, subject
-        self._converted: dict[int, Any] = {}  # an object with several references stays one object
+        self._converted: dict[int, Any] = {}  # by id: an object with several references stays one object
         self._ids = ObjectIds()
 
     def convert(self, node: Any, depth: int = 0) -> Any:
+        """Return the plain value of a node of the tree, which is nested in `depth` others."""
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
         key = self._ids(node)
@@ -169,7 +171,7 @@ def to_plain(value: Any, subject: str) -> Any:
     """Return a copy of a value that can be stored: builtin types, and row-major CPU tensors.
 
     Args:
-        value: Plain value. An instance of a subclass of dict, list, int and so on becomes that builtin type.
+        value: Plain value. An instance of a subclass of dict, list, int and so on is converted to that builtin type.
         subject: Subject of error messages.
 
     Raises:
@@ -208,7 +210,8 @@ def _check_key(key: Any, subject: str) -> Any:
 def compute_digest(value: Any) -> str:
     """Return a digest of a plain value: equal for equal types, numbers and tensor bytes, in any order of dict keys.
 
-    Its tensors are on the CPU.
+    Args:
+        value: Result of `to_plain`, so that its tensors are row-major and on the CPU.
     """
     if isinstance(value, Tensor):
         data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""

@@ -3,12 +3,13 @@
     training_state.<name>               identical on all ranks: stored once
     training_state.<name>.rank_<rank>   `PerRank`: one value per rank, with its mesh: {"mesh": {...}, "value": ...}
 
-`save` publishes it together with the model, in one step. Each value is one object of plain values (see `stored_state`),
-which stock torch loads under these names.
+`save` writes it into the checkpoint of the model, which appears atomically. Each value is stored as one object of plain
+values (see `stored_state`), which stock torch loads under these names.
 
 Values that are identical on all ranks can be loaded on any mesh. A value per rank belongs to a pipeline stage and a
 data rank: the TP ranks of one data rank draw the same random numbers and get the same data. So it can be loaded with
-another number of TP ranks; with another number of data ranks or stages its owner is undefined, and it is refused.
+another number of TP ranks; with another number of data ranks or stages its owner is undefined, and it is refused. A
+data rank is the index of a rank over the mesh dims dp_replicate and dp_shard.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _collect_local(training_state: Mapping[str, Any], mesh: DeviceMesh | None) -
             state[name] = {
                 f"{_RANK_PREFIX}{dims.rank(*position)}": WholeObject({"mesh": _mesh_sizes(dims), "value": value})
             }
-            digests[name] = "for each rank"
+            digests[name] = "for each rank"  # no digest: values may differ, but all ranks must have the name
         else:
             state[name], digests[name] = WholeObject(value), compute_digest(value)
     return state, digests
@@ -131,7 +132,11 @@ def load_training_state(
 
 
 def _mesh_position(mesh: DeviceMesh | None, name: str) -> tuple[ParallelDims, tuple[int, int, int]]:
-    """Return the sizes of a mesh, and the stage, data rank and TP rank of this process."""
+    """Return the sizes of a mesh, and (pipeline rank, data rank, TP rank) of this process.
+
+    Raises:
+        UsageError: `mesh` is None, or has no named dims or unknown ones.
+    """
     if mesh is None:
         raise UsageError(f'{ROOT_KEY}: "{name}" is stored per rank, which requires the mesh; pass mesh=')
     names = mesh.mesh_dim_names or ()
@@ -149,7 +154,17 @@ def _mesh_sizes(dims: ParallelDims) -> dict[str, int]:
 
 
 def _find_saved_rank(stored: StoredState, name: str, mesh: DeviceMesh | None, *, is_required: bool) -> int | None:
-    """Return the saved rank whose value this rank loads; None if it is undefined and not requested."""
+    """Return the rank of the saved mesh whose value this rank loads.
+
+    All values of a name were saved with one mesh, which is read from the first of them.
+
+    Returns:
+        None if the number of data ranks or stages differs, and the state is not required.
+
+    Raises:
+        InputError: The value of that rank, or the mesh of the values, is not in the checkpoint.
+        UnsupportedError: The number of data ranks or stages differs, and the state is required.
+    """
     dims, (pp, dp, tp) = _mesh_position(mesh, name)
     prefix = f"{ROOT_KEY}.{name}.{_RANK_PREFIX}"
     first = next(full for full in stored.objects if full.startswith(prefix))
@@ -170,6 +185,7 @@ def _find_saved_rank(stored: StoredState, name: str, mesh: DeviceMesh | None, *,
 
 
 def _read_saved_dims(value: Any, subject: str) -> ParallelDims:
+    """Return the mesh sizes in a stored `PerRank` value; `subject` is the subject of errors."""
     sizes = value.get("mesh") if isinstance(value, dict) and "value" in value else None
     if not isinstance(sizes, dict) or any(type(sizes.get(each)) is not int for each in MESH_DIMS):
         raise InputError(f"{subject}: does not contain its mesh, so ckptx did not write it; save it with ckptx")
