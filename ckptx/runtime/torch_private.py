@@ -37,7 +37,7 @@ _NAMES = {
     "unset_fake_temporarily": f"{_FAKE}.unset_fake_temporarily",
     "DataDependentOutputException": f"{_FAKE}.DataDependentOutputException",
     "DynamicOutputShapeException": f"{_FAKE}.DynamicOutputShapeException",
-    # A process group of any size with one real process.
+    # The store for process groups of the backend "fake", which have any size and one real process.
     "FakeStore": "torch.testing._internal.distributed.fake_pg.FakeStore",
     # The hook for every operation, and functions for nested arguments.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
@@ -135,7 +135,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and dtype by a number, in place, in one kernel."""
+    """Multiply tensors of one device and dtype by a tensor with one element, in place, in one kernel."""
     _find("torch._foreach_mul_")(tensors, factor)
 
 
@@ -191,7 +191,8 @@ def make_fake_tensor(meta_tensor: Tensor, template: Any) -> Any:
 
     Args:
         meta_tensor: Tensor without a gradient.
-        template: Fake tensor on the CPU, without a known value, whose mode and device are used.
+        template: Fake tensor of the mode and device that the result gets; the device is the CPU, and its `constant`
+            (a known value) is None.
     """
     fake_tensor = _find("torch.Tensor._make_subclass")(
         type(template), meta_tensor, False, dispatch_device=True, device_for_backend_keys=_CPU
@@ -312,7 +313,7 @@ class _SendWork:
         self._work, self.tensor = work, tensor
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait until the tensor is sent; it is kept as long as this object."""
+        """Wait until the tensor is sent. Even then, it is kept as long as this object exists."""
         return bool(self._work.wait(*timeout))
 
 
@@ -342,6 +343,6 @@ def keep_sent_tensors() -> Iterator[None]:
 def drop_group_references(mesh: DeviceMesh) -> None:
     """Drop the references of a mesh to its process groups, so that the groups are freed even if the mesh is kept.
 
-    Meshes of torch 2.11 have no `_pg_registry`: they look up groups by name, and hold no reference.
+    Meshes of torch 2.11 have no `_pg_registry`: they look up groups by name, and hold no reference to them.
     """
     getattr(mesh, "_pg_registry", {}).clear()
