@@ -21,7 +21,7 @@ class MeasuredMemory(NamedTuple):
         peak: Largest number of bytes at any time during the step, including those from before it.
         between_steps: Bytes after the step.
         before_step: Bytes before the step.
-        workspaces: Bytes of cuBLAS workspaces in torch's allocator, which are not counted above; 0 on a CPU.
+        workspaces: Bytes of cuBLAS workspaces in torch's allocator, which the other three do not include; 0 on a CPU.
     """
 
     peak: int
@@ -53,7 +53,8 @@ def measure_step(step: Callable[[], object], models: Iterable[nn.Module], device
 def _measure_on_gpu(step: Callable[[], object], device: torch.device) -> MeasuredMemory:
     """Run a step, and measure it with the statistics of the CUDA allocator, without the workspaces of cuBLAS.
 
-    The first matrix product of the step allocates the workspaces, and they stay: they are part of the peak.
+    The first matrix product of the step allocates the workspaces, and they stay allocated. So the peak that torch
+    reports includes them, and their size is subtracted from it.
     """
     free_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
@@ -67,6 +68,7 @@ def _measure_on_gpu(step: Callable[[], object], device: torch.device) -> Measure
 
 
 def _peak_bytes(ledger: StorageLedger) -> int:
+    """Return the largest number of bytes that were alive at any time, from the first event of a ledger on."""
     current = peak = 0
     for lifetime, is_alloc in ledger.events:
         current += lifetime.nbytes if is_alloc else -lifetime.nbytes

@@ -2,8 +2,8 @@
 
 Floating-point tensors are fake: they have a shape, a dtype, strides and an autograd graph, and no memory. Small integer
 and boolean tensors, and results that depend on these alone, are real, because models branch on them: the padding of a
-sequence, the size of an image, the index of the next microbatch. So the same code runs as in training, masks included,
-and values that it cannot know (the expert that a router selects) fail by name instead of being guessed.
+sequence, the size of an image, the index of the next microbatch. So the same code runs as in training, masks included.
+Code that reads a value of a fake tensor (the expert that a router selects) raises an error that names the operation.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _INDEXING_OPS = (
     torch.ops.aten.index_put_,
     torch.ops.aten._unsafe_index,
 )
+# The result is an argument itself, which no schema states.
 _ARGUMENT_RETURNING_OPS = _overloads_of_packets(torch.ops._c10d_functional.wait_tensor)
 # Views of one tensor: their kernels are the same for all devices and only compute a shape.
 _VIEW_OPS = _aten_overloads(
@@ -94,7 +95,7 @@ class _ResultLayout(NamedTuple):
 
 # Facts about operations that depend on the layouts of their arguments alone, so that all modes of a process share them.
 _layouts_of_results: dict[Hashable, _ResultLayout] = {}
-_operations_with_small_results: set[Hashable] = set()  # on real tensors
+_operations_with_small_results: set[Hashable] = set()  # keys of operations on real tensors with a real result
 
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
@@ -107,7 +108,8 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
         """Create the mode; operations are changed only within its `with` block.
 
         Args:
-            on_operation: Called after every operation on plain tensors with the function, its arguments and its result.
+            on_operation: Called after every operation on plain tensors with the overload, its positional and keyword
+                arguments, and its result; None calls nothing.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -207,7 +209,15 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
             return func(*args, **kwargs)
 
     def _compute_real(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], max_numel: int) -> Any:
-        """Compute on real tensors, unless the result on fake tensors is large; then return that."""
+        """Compute on real tensors; if the result is large, return a fake tensor of its shape instead.
+
+        Args:
+            func: Overload that `__torch_dispatch__` received.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            max_numel: Maximum number of elements of a real floating-point result; for other dtypes it is
+                `_MAX_REAL_NUMEL`.
+        """
         if _returns_tensors(func) and not get_schema(func).is_mutable and not _is_view(func):
             key = _key_of_real_operation(func, args, kwargs)
             layout = None if key is None else _layouts_of_results.get(key)
@@ -216,7 +226,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
             if key not in _operations_with_small_results:
                 try:
                     fake_result = func(*args, **kwargs)
-                except Exception:  # it depends on values, which are real
+                except Exception:  # its shape depends on values, which are known
                     fake_result = None
                 if any(_is_large(each, max_numel) for each in iter_tensors((fake_result,), {})):
                     if key is not None:
@@ -355,13 +365,19 @@ def iter_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Ten
 
 
 def _index_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Index a tensor; the values of a real mask give the size of the result, and a fake mask fails by name."""
+    """Index a tensor, or write at indices; the number of true values in a real mask gives the size of the result.
+
+    `args` are those of `index` (tensor, indices) or `index_put` (tensor, indices, values, ...).
+
+    Raises:
+        DynamicOutputShapeException: A mask is fake; the message names the operation.
+    """
     masks = [each for each in args[1] if each is not None and each.dtype is torch.bool]
     if not masks or any(isinstance(each, FakeTensor) for each in masks):
         return func(*args, **kwargs)
     if len(args[1]) == 1 and isinstance(args[0], FakeTensor):  # including masks that are expanded to a whole tensor
         like, mask = args[0], masks[0]
-        if len(args) > 2:
+        if len(args) > 2:  # index_put
             return like if get_schema(func).is_mutable else like.clone()
         with unset_fake_temporarily():
             count = int(mask.sum())
@@ -379,7 +395,10 @@ def _index_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the result of a grouped matmul in other dtypes than bfloat16, which fake tensors refuse."""
+    """Return an empty result of a grouped matmul in another dtype than bfloat16, which fake tensors refuse.
+
+    `offs` has one number per group: the end of the group in the dim that is divided into groups.
+    """
     shape = [left.shape[-2], right.shape[-1]]
     if left.dim() == right.dim():
         shape = [len(offs) if offs is not None else len(left), *shape]
@@ -388,9 +407,11 @@ def _grouped_product(
 
 @cache
 def _is_view(func: Any) -> bool:
+    """Return True if a result of an operation may be a view of an argument that it does not write to."""
     aliases = [each.alias_info for each in get_schema(func).returns]
     return any(each is not None and not bool(each.is_write) for each in aliases)
 
 
 def _is_large(tensor: Tensor, max_numel: int) -> bool:
+    """Return True if a result is too large to be real; `max_numel` applies to floating-point tensors."""
     return bool(tensor.numel() > (max_numel if tensor.is_floating_point() else _MAX_REAL_NUMEL))

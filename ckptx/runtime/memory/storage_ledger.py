@@ -110,7 +110,8 @@ class StorageLedger:
         self._module_names: dict[int, str] = {}  # names of modules, by id
         self._parameter_shapes: dict[str, set[tuple[int, ...]]] = {}  # shapes of parameters, by module
         self._module_stack: list[str] = []
-        # The module that creates the autograd nodes from a number on, up to the next number in the list.
+        # _node_modules[i] is the module that creates the autograd nodes from number _node_numbers[i] on, up to the
+        # next number in the list, which is ascending.
         self._node_numbers: list[int] = []
         self._node_modules: list[str] = []
         self._phase_name = BUILD
@@ -205,7 +206,7 @@ class StorageLedger:
         if backward_id != self._backward_id:
             self._backward_id = backward_id
             self._pass_indices[BACKWARD] += 1
-            # It includes later work of FSDP2 and a pipeline, until the next forward pass begins.
+            # This phase includes later work of FSDP2 and a pipeline, until the next forward pass begins.
             self._phase_name = BACKWARD
         pass_index = self._pass_indices[BACKWARD]
         if self._module_stack:
@@ -250,7 +251,10 @@ class StorageLedger:
                 entry[0].parameter = parameter or entry[0].parameter
 
     def set_size(self, tensors: Iterable[Tensor], nbytes: int) -> None:
-        """Set the size of the storage of each tensor, from its allocation on; 0 bytes exclude it."""
+        """Set the size of the storage of each tensor, as if it had been allocated with it; 0 excludes the storage.
+
+        Storages that are not recorded are skipped.
+        """
         for tensor in tensors:
             local = local_tensor(tensor)
             entry = self._lifetimes.get(storage_key(local.untyped_storage()))
@@ -268,7 +272,7 @@ class StorageLedger:
             self._forced_label = previous
 
     def _record_fsdp(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Label the tensors that operations of FSDP2 read and write."""
+        """Label the outputs of FSDP2's all-gathers, the parameters copied from them, and gradients before reduction."""
         name = get_schema(func).name
         if name in ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy"):
             self.label(iter_tensors(args[1:] if name.endswith("in") else (), kwargs), GATHERED)
@@ -276,6 +280,7 @@ class StorageLedger:
             self.label(iter_tensors(args, {}), GRADIENTS)
 
     def _add(self, storage: Any, tensor: Tensor, operation: str) -> None:
+        """Record a storage, and its release when the storage object is deleted; see `StorageLifetime`."""
         phase, shape, key = self.current_phase(), tuple(tensor.shape), storage_key(storage)
         lifetime = StorageLifetime(storage.nbytes(), operation, shape, tensor.dtype, phase, label=self._forced_label)
         if phase.name == BACKWARD and not phase.is_recompute and self._has_parameter_shape(phase.module, shape):
@@ -284,10 +289,12 @@ class StorageLedger:
         self._record_alloc(lifetime)
 
     def _has_parameter_shape(self, module: str, shape: tuple[int, ...]) -> bool:
+        """Return True if a module has a parameter of this shape, whole, local, or transposed."""
         shapes = self._parameter_shapes.get(module, ())
         return shape in shapes or shape[::-1] in shapes
 
     def _record_resize(self, storage: Any) -> None:
+        """End the lifetime of a resized storage, and begin a new one with its new size, which may be 0."""
         entry = self._lifetimes.get(storage_key(storage))
         if entry is None or entry[0].nbytes == storage.nbytes():
             return
