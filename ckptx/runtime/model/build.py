@@ -30,7 +30,7 @@ from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.torch_private import apply_to_tensors
 
 _INITIALIZED_MARK = "_is_hf_initialized"  # transformers' mark of a tensor that `_init_weights` must not change
-_FILL_BYTE = 0xA5  # fresh buffers are filled with it, to detect those that are never computed
+_FILL_BYTE = 0xA5  # new buffers are filled with this byte, to detect those that are never computed
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def build_model(
     """Return the model of a `config.json`, on the meta device; names that its config ties are one parameter.
 
     Args:
-        config_dir: Directory of `config.json`, and of the model's custom code if it has some.
+        config_dir: Directory of `config.json`, and of the model's custom code, if it has any.
         dtype: Dtype of the parameters; None means that of the config. The class may keep some in float32.
         default_dtype: Dtype if the config has none, as in `from_pretrained` (see `OpenCheckpoint.dtype`); None means
             float32.
@@ -150,6 +150,17 @@ def translate_build_errors(name: str, config_dir: Path) -> Iterator[None]:
 def _find_class_and_config(
     name: str, values: dict[str, Any], config_dir: Path, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], Any]:
+    """Return the model class of a name, and its config object.
+
+    Args:
+        name: Name of the class in `architectures`.
+        values: Keys and values of config.json.
+        config_dir: See `build_model`.
+        trust_remote_code: See `build_model`. If True, the code that `auto_map` names precedes that of transformers.
+
+    Raises:
+        UnsupportedError: transformers has no such class.
+    """
     reference = remote_reference(values, name)
     if reference is not None and trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -179,7 +190,7 @@ def build_on_meta(
     Args:
         cls: Class of the model.
         config: Config of the model.
-        dtype: Dtype of the parameters.
+        dtype: Dtype of the parameters, all of them; `build_model` then keeps some in float32.
         attn_implementation: See `build_model`.
     """
     # sdpa is the default of transformers. A tower without sdpa falls back to eager only if sdpa is not requested.
@@ -190,6 +201,7 @@ def build_on_meta(
 
 
 def _config_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that a config object declares; None if it declares none."""
     value = getattr(config, "dtype", None)
     dtype: torch.dtype | None = getattr(torch, value) if isinstance(value, str) else value
     return dtype
@@ -269,7 +281,7 @@ def allocate_storage(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for each parameter that has several names, the module and the attribute of each name."""
+    """Return, for each parameter that has several names, (module, attribute) of each name."""
     owners_by_id: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -291,7 +303,7 @@ def _compute_buffers(model: nn.Module) -> list[str]:
     """Let each class compute the buffers of its modules.
 
     Returns:
-        Names of the non-persistent buffers that no class computed.
+        Names of the non-persistent buffers that no class computed. Persistent ones are loaded from the checkpoint.
     """
     for parameter in model.parameters():
         setattr(parameter, _INITIALIZED_MARK, True)
@@ -345,6 +357,7 @@ def _construct_buffers(model: nn.Module, names: Collection[str]) -> None:
     root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     constructed_buffers: dict[str, Tensor] = {}
     if root is not None:
+        # FSDP2 derives a class from that of the model, and gives it a name with this prefix.
         cls: Any = next(each for each in type(root).__mro__ if not each.__name__.startswith("FSDP"))
         with _parameters_on_meta(), initialization.no_init_weights():
             instance = cls._from_config(copy.deepcopy(root.config), dtype=_config_dtype(root.config))

@@ -17,6 +17,8 @@ from ckptx.architecture.correction_types import LayersCorrection, filter_by_clas
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.errors import UnsupportedError
 
+# Groups of layer lists, by what the layers process. The decoder of text is "language", and so are both stacks of a text
+# encoder-decoder.
 LAYER_GROUPS = ("language", "vision", "audio")
 
 # Components that wrappers add to an FQN: activation checkpointing, torch.compile of a whole module.
@@ -28,7 +30,7 @@ _GROUP_OF_WORD = {
     **dict.fromkeys(("vision", "visual", "image", "images", "video", "vit", "pixel"), "vision"),
     **dict.fromkeys(("audio", "speech", "acoustic", "acoustics", "codec", "token2wav", "code2wav"), "audio"),
 }
-# If its name has none of them, the group follows from the model's inputs.
+# If the name of a list has none of these words, its group follows from the arguments of the model's forward.
 _GROUP_OF_INPUT = {
     "input_ids": "language",
     **dict.fromkeys(("pixel_values", "pixel_values_videos"), "vision"),
@@ -61,7 +63,7 @@ class LayerList(NamedTuple):
 
 
 def canonical_name(fqn: str) -> str:
-    """Return an FQN without the components that wrappers add, as `state_dict` spells it.
+    """Return an FQN without the components that wrappers add: the canonical name, as `state_dict` spells it.
 
     `named_parameters` and `named_modules` include the wrappers; code that groups parameters by name, or looks one up in
     a checkpoint, uses this name.
@@ -76,9 +78,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module with a canonical name; None if there is none.
+    """Return the module with a canonical name; None if there is none. "" is the model itself.
 
-    Only registered children count: a property that returns one of them under a second name would have it wrapped twice.
+    Only registered children count: if a property returned a child under a second name, callers would wrap that child
+    twice.
     """
     module: nn.Module | None = model
     for part in filter(None, name.split(".")):
@@ -87,12 +90,11 @@ def find_submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def find_layers_row(model: nn.Module) -> LayersCorrection | None:
-    """Return the row of corrections that locates the layers of a model's class; None if there is none.
+    """Return the row of `ckptx.architecture.corrections` with the layer lists of a model's class; None without one.
 
     The row may belong to the nearest class from which the class is derived (FSDP2 derives one). A text-only class has
     no row; its stacks are in the table of architectures. That table has the decoder of a multimodal class too, but no
-    tower, because only a decoder is split over pipeline stages. With a row, a decoder that is not at its place is an
-    error.
+    tower, because only a decoder is split over pipeline stages.
     """
     for cls in type(model).__mro__:
         rows = filter_by_class(corrections_of_class(cls.__qualname__, cls.__module__).layers, cls.__qualname__)
@@ -113,7 +115,10 @@ def is_layer_list(module: nn.Module | None) -> bool:
 
 
 def is_stub(module: nn.Module | None) -> bool:
-    """Return True if a module is None or a placeholder for a layer of another pipeline stage."""
+    """Return True if a module is None or may be a placeholder for a layer of another pipeline stage.
+
+    A placeholder is an `nn.Identity`, or a module class of ckptx, without parameters.
+    """
     if module is None:
         return True
     is_placeholder = isinstance(module, nn.Identity) or type(module).__module__.startswith("ckptx.")
@@ -138,7 +143,8 @@ def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
         All of `LAYER_GROUPS`, empty for a group without layers. Layers of other pipeline stages are left out.
 
     Raises:
-        UnsupportedError: The decoder is at none of the places in the row of the class, or no list of layers is found.
+        UnsupportedError: The decoder is at none of the paths in the row of the class (see `find_layers_row`), or no
+            list of layers is found.
     """
     return {
         group: [layer for each in found for layer in _iter_layers(each)]
@@ -149,7 +155,7 @@ def layer_groups(model: nn.Module) -> dict[str, list[Layer]]:
 def is_stage(model: nn.Module) -> bool:
     """Return True if a pipeline split removed layers, so that a model without layers is valid.
 
-    Only the decoder is checked; the towers are if the model has no decoder.
+    Only the lists of the decoder are checked; those of the towers only if the model has no decoder.
 
     Raises:
         UnsupportedError: See `layer_groups`.
@@ -163,12 +169,14 @@ def is_stage(model: nn.Module) -> bool:
 def find_layer_lists(model: nn.Module) -> dict[str, list[LayerList]]:
     """Return the lists of layers by group.
 
-    The row of the class among the corrections, or its entry in the table of architectures, locates its decoder, and the
-    row its towers. Every other list is found by its structure (`_is_layer`): second stacks of a tower, Q-Formers, depth
-    decoders, towers of classes without a row. With neither a row nor an entry, the largest is the decoder.
+    The decoder is located by the row of the class (see `find_layers_row`), or by its entry in the table of
+    architectures; towers are located by the row. Every other list is found by its structure (`_is_layer`): second
+    stacks of a tower, Q-Formers, depth decoders, towers of classes without a row. With neither a row nor an entry, the
+    list with the most parameters is the decoder.
 
-    Both stacks of an encoder-decoder are "language". A list outside of towers belongs to the decoder if both have the
-    same parent, or if the model has no other modality or several; else to the other modality, as a Q-Former does.
+    Both stacks of an encoder-decoder are "language". Every other list has the group that a word in its name states. If
+    there is no such word, it is "language" if its parent module has a list of the decoder, or if the model has inputs
+    of no other modality, or of several; else it belongs to that other modality, as a Q-Former does.
 
     Raises:
         UnsupportedError: See `layer_groups`.
@@ -249,8 +257,8 @@ def _lists_by_structure(root: nn.Module) -> list[LayerList]:
 def _is_layer(module: nn.Module) -> bool:
     """Return True if transformers itself would checkpoint a module, or if it contains attention.
 
-    Not every tower has layers of the first kind (Mllama's do not). Modules of neither kind are small or made of
-    convolutions: feature mergers, codecs, necks of detectors.
+    Layers of some towers, such as Mllama's, contain attention and are no `GradientCheckpointingLayer` of transformers.
+    Modules of neither kind are small or made of convolutions: feature mergers, codecs, necks of detectors.
     """
     inner = unwrap(module)
     if any(each.__name__ == "GradientCheckpointingLayer" for each in type(inner).__mro__):
@@ -259,7 +267,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _largest_list(lists: list[LayerList], root: nn.Module) -> LayerList:
-    """Return the list with the most parameters: one of `lists`, or if it is empty, a list whose items have children.
+    """Return the list with the most parameters: one of `lists`, or if that is empty, of all whose items have children.
 
     The longest would be wrong: a list of experts may be longer than the list of layers that contains it.
 
@@ -282,6 +290,7 @@ def _largest_list(lists: list[LayerList], root: nn.Module) -> LayerList:
 
 
 def _outermost_lists(module: nn.Module, name: str) -> Iterator[LayerList]:
+    """Yield the lists of modules in a module, without empty ones and lists in other lists; `name` is its name."""
     for key, child in module._modules.items():
         if child is None:
             continue
@@ -327,7 +336,11 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def _main_list_group(root: nn.Module, name: str) -> str:
-    """Return the group of the main list: by its name, else "language" for a model with text inputs, else its input."""
+    """Return the group of the decoder, or of the main list of a model without one.
+
+    It is the group that its name states; else "language" for a model with text inputs; else the group of the model's
+    first input, or "language" if no input is known.
+    """
     inputs = _input_groups(root)
     return _group_from_name(name) or ("language" if "language" in inputs else next(iter(inputs), "language"))
 

@@ -13,12 +13,12 @@ from ckptx.errors import CkptxError, SpaceError, UnsupportedError
 
 _CPU_MEMORY_MESSAGE = "can't allocate memory"  # message of the CPU allocator
 _MODEL_PACKAGES = ("transformers", "transformers_modules")
-# An error from `distributed_c10d` means that another rank is lost.
+# Prefixes of modules whose errors are not errors of the model. One from `distributed_c10d` means that a rank is lost.
 _OWN_MODULES = ("ckptx", "torch.distributed.distributed_c10d")
 
 
 def model_class_name(model: nn.Module) -> str:
-    """Return the class name in the config, as FSDP2 changes the class of a model; without one, that of the model."""
+    """Return the class name in the config, because FSDP2 changes the class; without one, the name of the class."""
     config = getattr(model, "config", None)
     return str((getattr(config, "architectures", None) or [type(model).__name__])[0])
 
@@ -30,6 +30,7 @@ def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedError: The code of the model raised an error, e.g. because its config contradicts itself.
         SpaceError: There is not enough memory.
+        Exception: Any other error, unchanged.
     """
     try:
         yield
@@ -49,7 +50,13 @@ def translate_runtime_errors(model: nn.Module) -> Iterator[None]:
 
 
 def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> SpaceError | None:
-    """Return the `SpaceError` for an out-of-memory error of a GPU or of the machine; None for any other error."""
+    """Return the `SpaceError` for an out-of-memory error of a GPU or of the machine; None for any other error.
+
+    Args:
+        model: Model that ran, which the message names.
+        error: Any error.
+        advice: Next step, the end of the message.
+    """
     is_cpu_error = isinstance(error, RuntimeError) and _CPU_MEMORY_MESSAGE in str(error)
     if is_cpu_error or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return SpaceError(f"{model_class_name(model)}: {first_line(error)}; {advice}")
@@ -57,7 +64,7 @@ def out_of_memory_error(model: nn.Module, error: BaseException, advice: str) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """Return at most 200 characters of the first line of an error with text; the name of its class if it has none."""
+    """Return the first non-blank line of an error, truncated to 200 characters; its class name if it has none."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
@@ -71,7 +78,8 @@ def _first_cause(error: BaseException) -> BaseException:
 def _is_raised_by_a_model(trace: TracebackType | None) -> bool:
     """Return True if transformers or custom code of a checkpoint raised an error, or a library that such code called.
 
-    Errors of ckptx and of lost ranks do not count, even if the model called the code that raised them, as hooks.
+    Errors of ckptx and of lost ranks do not count, even if the model called the code that raised them, as it calls
+    hooks.
     """
     is_of_model = False
     while trace is not None:

@@ -43,7 +43,7 @@ class ShrinkPolicy:
     """The widths of a config that are reduced.
 
     Attributes:
-        min_head_dim: Minimum width of the widest head; None keeps the widths of heads.
+        min_head_dim: Minimum width that the widest head has afterwards; None keeps the widths of heads.
         reduce_heads: Reduce the number of heads.
         reduce_hidden: Reduce the residual stream, and not only the widths inside of layers.
         shorten_vocabulary: End the vocabulary soon after the last token that the config names (see `EXTRA_TOKENS`).
@@ -68,10 +68,10 @@ class _ConfigFacts:
     """Facts about a config that describes layers: the whole config, or one nested in it.
 
     Attributes:
-        original: Original values.
-        overrides: Values of layers that differ, by layer.
-        head_counts: Old number of heads -> new; empty if the numbers are kept.
-        divisor: Divisor of the widths of heads; 1 if they are kept.
+        original: Original values by key, without nested configs.
+        overrides: Layer -> the values by key that differ in this layer (transformers' `per_layer_config`).
+        head_counts: Old number of heads -> new number; empty if the numbers are kept.
+        divisor: Number by which the widths of heads are divided; 1 if they are kept.
     """
 
     original: Values
@@ -80,7 +80,7 @@ class _ConfigFacts:
     divisor: int
 
     def integers_under(self, keys: Iterable[str]) -> list[int]:
-        """Return the integers under some keys, including those in lists and in layers that differ."""
+        """Return the integers under some keys, including those in lists and those of layers that differ."""
         values = [each.get(key) for key in keys for each in (self.original, *self.overrides.values())]
         return [number for value in values for number in _integers(value)]
 
@@ -139,7 +139,7 @@ def shrink_config(config: PreTrainedConfig, policy: ShrinkPolicy) -> PreTrainedC
         if vocabulary_size is not None:
             for key in VOCABULARY_KEYS:
                 if _is_integer(values.get(key)):
-                    values[key] = min(values[key], -(-vocabulary_size // 64) * 64)
+                    values[key] = min(values[key], -(-vocabulary_size // 64) * 64)  # rounded up to a multiple of 64
         _recompute_derived(facts.original, values)
         if facts.overrides:
             nested_config.per_layer_config = {
@@ -181,6 +181,7 @@ def find_token_ids(config: Any) -> set[int]:
 
 
 def _collect_facts(config: Any, policy: ShrinkPolicy) -> _ConfigFacts:
+    """Return the facts about a config itself, with the new numbers of heads and the divisor of their widths."""
     old = copy.deepcopy({key: value for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)})
     spec = old.pop("_heterogeneity_spec", None)
     facts = _ConfigFacts(old, dict(getattr(spec, "per_layer_overrides", None) or {}), {}, 1)
@@ -214,9 +215,9 @@ def _rope_dicts(values: Values) -> list[Values]:
 
 
 def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
-    """Map numbers of heads to reduced ones, in the same order, without 1; empty if a number would grow.
+    """Return old number of heads -> new: larger stays larger, and 1 stays 1; empty if a number would grow.
 
-    A count that is no power of two gets a new count that is none either, because ALiBi positions take another branch
+    A number that is no power of two gets a new number that is none either, because ALiBi positions take another branch
     for it.
     """
     ordered = sorted({each for each in counts if each > 1})
@@ -233,8 +234,8 @@ def _reduce_head_counts(counts: Iterable[int]) -> dict[int, int]:
 def _find_head_divisor(facts: _ConfigFacts, min_width: int) -> int:
     """Return the divisor for the widths of heads.
 
-    It is the largest power of two that divides them and the numbers of rotary frequencies (per section), and leaves
-    the widest at least `min_width`.
+    It is the largest power of two that leaves the widest head at least `min_width`, every width a multiple of 4, every
+    number of rotary frequencies (per section) an integer, and every even number of rotated elements even.
     """
     widths = facts.integers_under(sorted(HEAD_DIM_KEYS)) + ([facts.head_width] if facts.head_width else [])
     ropes = _rope_dicts(facts.original)
@@ -278,6 +279,8 @@ def _reduce_hidden_sizes(all_facts: Iterable[_ConfigFacts]) -> dict[int, int]:
             size,
         )
 
+    # A size is chosen among those that any of its configs allows: preferably a size that no other old size has got, and
+    # that all configs allow whose head width follows from it.
     for old in sorted(by_size, key=priority):
         choices = [choice for facts in by_size[old] for choice in _hidden_choices(facts) if choice <= old]
         free = [each for each in choices if each not in reduced.values()]
@@ -300,7 +303,8 @@ def _hidden_choices(facts: _ConfigFacts) -> list[int]:
         return [heads * old_width // (facts.divisor >> power) for power in range(facts.divisor.bit_length())]
     has_head_dim = bool(facts.integers_under(("head_dim", "d_kv")))  # else the hidden size is divided among the heads
     step = math.lcm(8, *(each if has_head_dim else 8 * each for each in head_counts))
-    first = -(-64 // step)
+    first = -(-64 // step)  # the smallest choice is at least 64
+    # Widths of all heads together. They usually differ from the hidden size in the large model, and have to here.
     excluded = {
         heads * width // facts.divisor for heads in head_counts for width in facts.integers_under(("head_dim", "d_kv"))
     }
@@ -308,7 +312,10 @@ def _hidden_choices(facts: _ConfigFacts) -> list[int]:
 
 
 def _adjust_divisor(facts: _ConfigFacts, hidden_sizes: Mapping[int, int]) -> None:
-    """Adjust the divisor of the widths of heads to the chosen hidden size, in place, if one follows from the other."""
+    """Adjust the divisor of the widths of heads, in place, if the width of a head follows from the hidden size.
+
+    `hidden_sizes` maps old hidden sizes to new ones.
+    """
     old = facts.hidden_size
     if old is None or not _derives_head_width_from_hidden_size(facts) or old not in hidden_sizes:
         return
@@ -323,7 +330,7 @@ def _reduce_widths(numbers: Iterable[int], first: int, excluded: Mapping[int, in
     Args:
         numbers: Old widths.
         first: New width of the smallest; each further one gets 8 more.
-        excluded: Mapping whose keys are widths to leave out.
+        excluded: Mapping whose keys are widths to leave out, such as hidden sizes, which are reduced on their own.
     """
     ordered = sorted(set(numbers) - set(excluded))
     return {old: min(old, first + 8 * index) for index, old in enumerate(ordered)}
@@ -334,7 +341,7 @@ def _make_width_maps(
 ) -> dict[str, Callable[[int], int]]:
     """Return, by kind of key ("heads", "head dims", ...), the function from an old number to the new one."""
     feed_forward_sizes = _reduce_widths(facts.integers_under(sorted(FEED_FORWARD_KEYS)), 32, {})
-    ranks = _reduce_widths(facts.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
+    low_ranks = _reduce_widths(facts.integers_under(sorted(LOW_RANK_KEYS)), 16, {})
     expert_count = _reduced_expert_count(facts)
     return {
         "hidden": lambda old: hidden_sizes.get(old, old),
@@ -344,7 +351,7 @@ def _make_width_maps(
         "heads": lambda old: facts.head_counts.get(old, old),
         "head dims": lambda old: old // facts.divisor,
         "feed forward": lambda old: feed_forward_sizes.get(old, old),
-        "ranks": lambda old: ranks.get(old, old),
+        "ranks": lambda old: low_ranks.get(old, old),
         "states": lambda old: min(old, 8),
         "per-layer embeddings": lambda old: min(old, 4),
         "buckets": lambda old: min(old, 1024),
@@ -355,8 +362,8 @@ def _make_width_maps(
 def _reduced_expert_count(facts: _ConfigFacts) -> int:
     """Return the reduced number of experts.
 
-    It is at least twice the number per token, and each group has enough experts for the `topk_group` groups of a token
-    to hold those of the token.
+    It is at least twice the number of experts per token. With groups of experts (DeepSeek's `n_group`), a token uses
+    `topk_group` of them, and these have at least as many experts as the token uses.
     """
     experts_per_token = max((each for each in facts.integers_under(TOP_K_KEYS) if each > 0), default=1)
     groups = max(facts.integers_under(("n_group", "num_expert_group")), default=1) or 1
@@ -366,6 +373,7 @@ def _reduced_expert_count(facts: _ConfigFacts) -> int:
     return max(2, -(-2 * experts_per_token // groups), -(-experts_per_token // groups_per_token)) * groups
 
 
+# Config key -> kind of key, as in `_make_width_maps`.
 _KIND_OF_KEY = {
     **dict.fromkeys(PROJECTION_KEYS, "hidden or projection"),
     **dict.fromkeys(HIDDEN_SIZE_KEYS, "hidden or projection"),
@@ -383,7 +391,7 @@ _KIND_OF_KEY = {
 def _map_value(key: str, value: Any, width_maps: Mapping[str, Callable[[int], int]], facts: _ConfigFacts) -> Any:
     """Return the new value of a key; lists are mapped element by element.
 
-    A value that is not an integer is returned unchanged, as is that of a key of unknown kind.
+    A value that is not an integer, and the value of a key of unknown kind, are returned unchanged.
     """
     kind = _KIND_OF_KEY.get(key)
     if kind is None and key.endswith(WIDTH_ENDINGS) and not any(word in key for word in NON_WIDTH_WORDS):
@@ -419,7 +427,8 @@ def _recompute_derived(old: Values, values: Values) -> None:
 
 
 def _compute_derived(formula: Callable[[Values], Any], values: Values) -> Any:
+    """Return the result of a formula; None if a value that it uses is missing or None, or a divisor is 0."""
     try:
         return formula(values)
-    except (KeyError, TypeError, ZeroDivisionError):  # a key is missing, or its value is None
+    except (KeyError, TypeError, ZeroDivisionError):
         return None

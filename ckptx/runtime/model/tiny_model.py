@@ -1,8 +1,9 @@
-"""Builds a small model with the layers of a large one, to run instead of it.
+"""Builds a small model with the layers of a large one, to run in place of it.
 
-The values that pass between layers depend on the code of a class and on its config: on types of layers, shared tensors,
-windows and positions, but not on widths. So the small model has every layer of the large one with small widths, and its
-structure is compared with the large one's before it is used.
+Pipeline stages run it to find the values that pass between layers, and recipes with `shrunk: true` take its widths.
+Which values pass depends on the code of a class and on its config: on types of layers, shared tensors, windows and
+positions, but not on widths. So the small model has every layer of the large one with small widths, and its structure
+is compared with that of the large one before it is used.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ckptx.runtime.model.shrink_config import ShrinkPolicy, find_token_ids, iter
 
 _MIB = 2**20
 _SMALL_BYTES = 64 * _MIB  # a model of at most this size is used unchanged
-_TARGET_BYTES = 256 * _MIB
-_MAX_BYTES = 512 * _MIB
+_TARGET_BYTES = 256 * _MIB  # maximum size of the small model in the first round of attempts
+_MAX_BYTES = 512 * _MIB  # maximum size in the second round
 
 # From narrow to less narrow: a class may require a width that the first attempts reduce.
 _ATTEMPTS = (
@@ -40,9 +41,9 @@ _BATCH_SIZE, _SEQUENCE_LENGTH = 2, 12
 _AUDIO_KEYS = ("num_mel_bins", "max_source_positions")  # height of a spectrogram, and half its length
 _FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before it are padding, begin and end of a sequence
 _SEED = 0
-_STD = 0.3
+_STD = 0.3  # standard deviation of random weights
 
-# One of several experts; how many there are does not matter.
+# The index of an expert in a name: structures are equal even if their numbers of experts differ.
 _EXPERT = re.compile(r"(?<=experts)\.(expert_)?\d+(?=\.|$)")
 
 
@@ -63,8 +64,8 @@ class _Structure(NamedTuple):
 def tiny_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """Return a copy of a config with small widths: the same number and types of layers, with the same shared tensors.
 
-    A config of at most 64 MiB of float32 parameters keeps its widths. The copy has `use_cache=False`, and the default
-    attention implementation.
+    The config of a model with at most 64 MiB of float32 parameters keeps its widths. The copy has `use_cache=False`,
+    and the default attention implementation.
 
     Args:
         config: Config of a model of any size.
@@ -95,7 +96,7 @@ def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Modul
 
 
 def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedConfig, nn.Module | None]:
-    """Return the first config that passes, and the model that ran with it.
+    """Return the first attempted config whose model has the same structure and runs, and that model.
 
     Returns:
         The config, and the model; None for the model if it is at most 64 MiB large, so that the config keeps its widths
@@ -177,7 +178,7 @@ def _without_expert_indices(name: str) -> str:
 
 
 def _find_difference(large: _Structure, small: _Structure, max_bytes: int) -> str:
-    """Return the first structural difference, or that the model is too large; empty if it passes."""
+    """Describe the first structural difference, or the size of a model above `max_bytes`; empty if there is neither."""
     for first, second, verb in ((small, large, "lacks"), (large, small, "has in addition")):
         missing_modules = sorted(second.modules - first.modules)
         if missing_modules:
@@ -197,7 +198,7 @@ def _find_difference(large: _Structure, small: _Structure, max_bytes: int) -> st
 
 
 def _random_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
-    """Return the model with random weights."""
+    """Return the model of a config with random weights, in float32, on the CPU and in evaluation mode."""
     # constructed with storage, a class computes its buffers
     with torch.random.fork_rng(devices=[]), initialization.no_init_weights():
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -207,7 +208,7 @@ def _random_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Mo
 
 
 def _randomize(model: nn.Module) -> None:
-    """Give every floating-point parameter and persistent buffer random values, in place; tied ones stay tied."""
+    """Draw every floating-point or complex parameter and persistent buffer, in place; tied ones stay tied."""
     generator = torch.Generator().manual_seed(_SEED)
     randomized_ids: set[int] = set()
     with torch.no_grad():
@@ -251,10 +252,11 @@ def _takes_input_ids(cls: type[nn.Module]) -> bool:
 
 
 def make_text_batch(model: Any) -> dict[str, torch.Tensor]:
-    """Return a batch of 2 sequences of 12 tokens; an audio encoder-decoder also gets audio.
+    """Return the arguments of a model for a batch of 2 sequences of 12 tokens, by name.
 
-    It has the device and dtype of the model, and is the same for every model with the same config. The audio has the
-    length that the encoder requires.
+    A text model gets `input_ids`, and an encoder-decoder `decoder_input_ids` too. An audio encoder-decoder gets audio
+    of the length that its encoder requires in place of `input_ids`. The batch has the device and dtype of the model,
+    and is the same for every model with the same config.
     """
     like = next(model.parameters())
     ids = _token_batch(model.config).to(like.device)
@@ -267,7 +269,7 @@ def make_text_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _token_batch(config: Any) -> torch.Tensor:
-    """Return random token ids without special tokens, (batch, length), the same for equal configs."""
+    """Return random token ids (2, 12) without special tokens, the same for equal configs."""
     size = int(config.get_text_config(decoder=True).vocab_size)
     special_ids = find_token_ids(config)
     allowed = torch.tensor([each for each in range(min(_FIRST_TEXT_TOKEN, size - 1), size) if each not in special_ids])

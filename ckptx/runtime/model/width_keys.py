@@ -1,4 +1,4 @@
-"""Config keys by what they hold: hidden sizes, heads, experts, vocabularies, and values that follow from others.
+"""Config keys of all classes by what they hold: hidden sizes, heads, experts, vocabularies, and derived values.
 
 `shrink_config` uses them to make a small model of the same class.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-Values = dict[str, Any]
+Values = dict[str, Any]  # keys and values of a config
 
 # The width of the residual stream. In a config with several of these keys, the first is that of its layers: in a tower
 # with an `embed_dim`, `hidden_size` is the width of the language model.
@@ -88,10 +88,11 @@ NON_WIDTH_WORDS = (
 )
 
 VOCABULARY_KEYS = ("vocab_size", "vocab_size_per_layer_input")
-EXTRA_TOKENS = 64  # size of a shortened vocabulary beyond the largest token id in the config
+EXTRA_TOKENS = 64  # tokens of a shortened vocabulary beyond the largest token id in the config
 
 
 def _expanded_size(values: Values) -> int:
+    """Return the width of the expanded stream of a state-space model; raise TypeError without a key for the factor."""
     return int(values.get("expand", values.get("mamba_expand")) * values["hidden_size"])
 
 
