@@ -1,12 +1,12 @@
 """The checkpoints of a run in one directory: complete ones, the one to resume from, and those to remove.
 
-    root/step-3/                              complete: its metadata and every file that it names are complete
-    root/latest                               "step-3": the step to resume from; updated after it is complete
+    root/step-3/                              complete: metadata is valid, no file that it names is missing or too short
+    root/latest                               "step-3": the step to resume from; written after this step is complete
     root/.step-6.ckptx-partial/               a step that is being saved, or whose save was killed
     root/.step-3.removed.ckptx-partial/tree/  a step that is being removed
 
-A step is renamed before the first of its files is removed. So each `step-N` here that ckptx wrote was published
-completely; everything else, `latest` included, is verified before use.
+A step here is the checkpoint of one training step. It is renamed before the first of its files is removed, so that each
+`step-N` that ckptx wrote is complete. Directories of other programs and `latest` are verified before use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptx.storage.local import LocalSource
 
 LATEST = "latest"
 _NEW_LATEST = ".latest.ckptx-new"
-_LATEST_BYTES = 256
+_LATEST_BYTES = 256  # maximum size of `latest` that is read
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _STAGING_NAME = re.compile(r"\.(step-(?:0|[1-9][0-9]*)(?:\.removed)?)\.ckptx-partial")
 
@@ -47,7 +47,7 @@ class ResumePoint(NamedTuple):
 
 
 class StepDirectories:
-    """Checkpoints below one directory. Nothing is cached: every method reads the disk.
+    """Checkpoints in one directory. Nothing is cached: every method reads the disk.
 
     Any rank may read; only rank 0 may call `mark_latest`, `retain` and `clean_up`.
 
@@ -63,9 +63,9 @@ class StepDirectories:
         return self.root / f"step-{step}"
 
     def is_published(self, step: int) -> bool:
-        """Return True if the step is a directory with readable metadata and complete files.
+        """Return True if the step is complete: a directory with valid metadata and the files that the metadata names.
 
-        It reads metadata, names and sizes of files, but no payload.
+        The metadata is read, and of other files only names and sizes.
         """
         try:
             if not stat.S_ISDIR(os.lstat(self.path(step)).st_mode):
@@ -133,8 +133,8 @@ class StepDirectories:
         """Make `latest` name a step, durably, in one rename.
 
         Raises:
-            UsageError: The step is not published.
-            OutputError, SpaceError: It cannot be written.
+            UsageError: The step is not complete.
+            OutputError, SpaceError: `latest` cannot be written.
         """
         if not self.is_published(step):
             raise UsageError(f"{self.path(step)}: is not a complete step, and {LATEST} must name one; save it first")
@@ -153,7 +153,7 @@ class StepDirectories:
     # -------------------------------------------------------------------------------------------------- removing
 
     def retain(self, keep: int) -> list[int]:
-        """Remove complete steps except the newest and the one that `latest` names; finish interrupted removals.
+        """Remove complete steps except the newest `keep` and the one to resume from; finish interrupted removals.
 
         Incomplete steps, and steps that contain other files, were not written by ckptx alone and are kept.
 
@@ -181,7 +181,8 @@ class StepDirectories:
     def _remove(self, step: int, newest: int) -> bool:
         """Rename a step, then remove its files.
 
-        Extra files that are copied into every step, whatever their names, are recognized by those of the newest step.
+        Other files that each save copies into its step (`base` of `SaveRequest`) may have any name. They are recognized
+        by the newest step, which has files with the same names.
 
         Returns:
             False if the step contains files that ckptx did not write; then nothing is removed.
@@ -207,7 +208,7 @@ class StepDirectories:
         On a file system without locks it is unknown whether a process works on them, and they are kept.
 
         Returns:
-            Paths that were removed.
+            Paths of the staging directories that were removed.
         """
         entries = [] if not self.root.is_dir() else [self.root / name for name in sorted(os.listdir(self.root))]
         return [path for path in entries if _STAGING_NAME.fullmatch(path.name) and self._discard(path)]

@@ -28,7 +28,7 @@ class Dataset:
     def __getitem__(self, index: int) -> EncodedSample:
         """Return a sample: `input_ids`, `attention_mask` and `labels`, (1, sequence_length), and image arguments.
 
-        `collate` concatenates along the first dim, which is 1, or the number of patches or tiles of an image.
+        The first dim of an image argument is 1, or the number of patches or tiles; `collate` concatenates along it.
         """
         return self._encoder(make_question(self._raw_samples[index]))
 

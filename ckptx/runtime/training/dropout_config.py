@@ -22,7 +22,7 @@ def find_dropout_keys(config: Any) -> list[tuple[tuple[str, ...], str]]:
         for key, value in vars(nested_config).items():
             if _is_dropout(key, value):
                 keys.append((path, key))
-            elif hasattr(value, "attribute_map"):
+            elif hasattr(value, "attribute_map"):  # a nested config
                 visit(value, (*path, key))
 
     visit(config, ())
@@ -39,6 +39,10 @@ def has_dropout(config: Mapping[str, Any]) -> bool:
 
 def set_dropout(config: Any, probability: float) -> None:
     """Set the dropout probabilities that `find_dropout_keys` finds, in place.
+
+    Args:
+        config: A `PreTrainedConfig`.
+        probability: New value of all of them.
 
     Raises:
         UsageError: `probability` is not zero, and the config has no dropout key.

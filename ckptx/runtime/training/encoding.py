@@ -3,10 +3,11 @@
     ids       begin, image, question, answer, end, padding
     labels     -100   -100    -100    answer  end    -100
 
-The answer is marked by `{% generation %}` of a tokenizer's chat template. Without it, and with a processor of images,
-the answer begins where the conversation with the answer differs from the one that asks for it; without a chat template
-it is encoded by itself. A sample that is too long loses the beginning of its question, and if that is not enough, the
-end of its answer.
+Labels are not shifted: the model or the loss shifts them by one token. The answer is marked by `{% generation %}` of a
+tokenizer's chat template. If the template does not have it, and with a processor of images, the answer begins where the
+token ids of the conversation with the answer differ from those of the prompt alone. Without a chat template, question
+and answer are tokenized separately. A sample that is too long loses the beginning of its question, and if that is not
+enough, the end of its answer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class _TokenizedConversation(NamedTuple):
     Attributes:
         ids: Token ids.
         is_answer: True for each token of the answer.
-        protected_count: Number of tokens at the beginning that must not be truncated.
+        protected_count: Number of tokens at the beginning that must not be truncated: the begin token, and those of the
+            image.
     """
 
     ids: list[int]
@@ -182,7 +184,10 @@ class Encoder:
     # ---------------------------------------------------------------------------------------------------------- images
 
     def _make_synthetic_image(self, image: Any) -> MultimodalInput:
-        """Return random pixels in a shape that the class takes, seeded by the image; used without a processor."""
+        """Return the tokens of an image, and random pixels in a shape that the class takes, seeded by the image.
+
+        This replaces the processor that a checkpoint with random weights does not have.
+        """
         image_seed = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
         insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator().manual_seed(image_seed)).get("images")
         if insert is None:
@@ -247,7 +252,10 @@ class Encoder:
             ) from error
 
     def _find_image_end(self, ids: list[int]) -> int:
-        """Return the number of tokens up to the end of the last image and of the special tokens that follow it."""
+        """Return the number of tokens up to the end of the last image and of the special tokens that follow it.
+
+        Without an image token, only the first token and the special tokens after it count.
+        """
         names = ("image_token_id", "image_token_index")
         token = next((self._values[each] for each in names if self._values.get(each) is not None), None)
         special = set(self._tokenizer.all_special_ids)
@@ -258,7 +266,7 @@ class Encoder:
 
 
 def _mark_after_prefix(ids: list[int], prefix: list[int]) -> list[bool]:
-    """Return True for each token after the common prefix."""
+    """Return, for each token of `ids`, True if it is after the common prefix of both lists."""
     common_length = next(
         (index for index, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix))
     )
@@ -266,6 +274,7 @@ def _mark_after_prefix(ids: list[int], prefix: list[int]) -> list[bool]:
 
 
 def _bytes_of(image: Any) -> bytes:
+    """Return bytes that identify an image of `QuestionExample`: its pixels, or its encoded file."""
     if isinstance(image, Tensor):
         image = image.contiguous().numpy()
     if isinstance(image, Mapping):

@@ -18,12 +18,12 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> frozenset[str]:
     Args:
         model: Whole model, before it is parallelized.
         parts: "embeddings": every token embedding, and a head tied to one. "vision", "audio": a tower, which is the
-            outermost module with its layers and no layers of other groups. A projector to the language model is frozen
-            if it is inside that module (`visual.merger` of Qwen2-VL), and trained if it is beside it (LLaVA).
-            "language": its layers, embeddings and head.
+            outermost module that contains layers of this group and none of other groups (`LAYER_GROUPS`). A projector
+            to the language model is frozen if it is in that module (`visual.merger` of Qwen2-VL), and trained if it is
+            outside (LLaVA). "language": the layers, embeddings and head of the language model.
 
     Returns:
-        Names of the frozen parameters, without wrappers; a tied one has several.
+        Canonical names of the frozen parameters; all names of a tied one.
 
     Raises:
         UnsupportedError: The model lacks a part, or no parameter would be trained.
@@ -65,7 +65,10 @@ def _find_roots(model: nn.Module, part: str) -> list[str]:
 
 
 def _find_outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return, for each name, the outermost module around it that contains none of the others."""
+    """Return, without duplicates, the outermost module around each name that contains none of the others.
+
+    "" is the whole model.
+    """
     outermost: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -76,7 +79,10 @@ def _find_outermost(names: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def _find_token_embeddings(model: nn.Module, towers: Collection[str]) -> list[str]:
-    """Return the names of the token embeddings outside of towers: that of `input_ids` and those of equal vocabulary."""
+    """Return the names of the token embeddings outside of towers.
+
+    These are the input embedding of the model, and every `nn.Embedding` with the same number of entries.
+    """
     input_embeddings = model.get_input_embeddings()
     names = []
     for name, module in model.named_modules():
@@ -94,4 +100,5 @@ def _has_same_vocabulary_size(module: nn.Embedding, input_embeddings: nn.Module 
 
 
 def _is_inside(name: str, module: str) -> bool:
+    """Return True if `name` is `module` or below it; "" is the whole model."""
     return not module or name == module or name.startswith(f"{module}.")

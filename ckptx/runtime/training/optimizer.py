@@ -15,7 +15,7 @@ from ckptx.runtime.training.recipe import OptimizerBlock, ScheduleBlock
 def make_optimizer(block: OptimizerBlock, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return Adam or AdamW over the parameters that require gradients.
 
-    Without foreach, which cannot mix DTensors with plain tensors.
+    It has `foreach=False`, because foreach cannot mix DTensors with plain tensors.
     """
     cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[block.name]
     trained = [each for each in parameters if each.requires_grad]

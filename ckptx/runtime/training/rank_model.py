@@ -37,12 +37,12 @@ class RankModel:
     """The model of a rank, or its pipeline stages.
 
     Attributes:
-        stages: Models by number of the stage; one model with number 0 without a pipeline.
-        layouts: TP layout of each model; None without TP.
+        stages: Models by number of the stage in the whole pipeline; one model with number 0 without a pipeline.
+        layouts: TP layout of each model in `stages`; None without TP.
         mesh: Mesh of all ranks.
         pipeline_plan: Plan of the pipeline; None without one.
         pipeline: Pipeline that runs the stages; None before `connect_pipeline`, or without a pipeline.
-        frozen_names: Names of the parameters that are not trained, as in the whole model.
+        frozen_names: Canonical names of the parameters that are not trained, as in the whole model.
         checkpointed_layer_count: Number of layers of this rank that recompute activations.
     """
 
@@ -71,7 +71,10 @@ class RankModel:
                 yield self.full_name(canonical_name(name)), parameter
 
     def full_name(self, name: str) -> str:
-        """Return the first name in the whole model of a parameter, given its first name on a stage."""
+        """Return the first name of a parameter in the whole model, given its first name on a stage.
+
+        The two differ for a copy of a tied weight, such as the output head on the last stage.
+        """
         return self.pipeline_plan.names_of_copies.get(name, name) if self.pipeline_plan is not None else name
 
     def load(self, path: Path) -> None:
@@ -99,7 +102,7 @@ def build_rank_model(
         recipe: Recipe of the run.
         source: Checkpoint whose config is used.
         rank_context: Context of this rank.
-        layout: Mesh to use in place of the recipe's; None for the recipe's.
+        layout: Layout to use in place of the recipe's; None for the recipe's.
 
     Raises:
         UnsupportedError: The class cannot run in this layout.
@@ -125,7 +128,7 @@ def build_rank_model_on_meta(
         recipe: Recipe of the run.
         source: Checkpoint whose config is used.
         rank_context: Context of this rank.
-        layout: Mesh to use in place of the recipe's; None for the recipe's.
+        layout: Layout to use in place of the recipe's; None for the recipe's.
         find_boundaries: Finds the values that stages send each other; see `plan_pipeline`.
 
     Raises:
@@ -180,7 +183,7 @@ def build_rank_model_on_meta(
 
 
 def connect_pipeline(rank_model: RankModel) -> None:
-    """Connect loaded stages to a pipeline; does nothing without stages."""
+    """Connect loaded stages to a pipeline; do nothing without a pipeline, or if they are connected."""
     if rank_model.pipeline_plan is not None and rank_model.pipeline is None:
         rank_model.pipeline = rank_model.pipeline_plan.pipeline(rank_model.stages, rank_model.mesh)
 
@@ -191,7 +194,7 @@ def make_mixed_inputs(rank_model: RankModel) -> MixedInputs | None:
 
 
 def _make_mixed_precision_policy(recipe: Recipe, layout: LayoutBlock) -> MixedPrecisionPolicy | None:
-    """Return the mixed-precision policy of FSDP2; None if it casts nothing."""
+    """Return the mixed-precision policy of FSDP2; None if the layout sets no dtypes, so that nothing is cast."""
     if layout.reduction_dtype is None:
         return None
     return MixedPrecisionPolicy(

@@ -19,7 +19,7 @@ from ckptx.untrusted.remote_name import refuse_remote
 from ckptx.untrusted.yaml_text import parse_yaml
 
 _ENDINGS = (".yaml", ".yml")
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20  # maximum size of a recipe file
 
 
 def find_recipe(name_or_file: str | Path) -> Path:
@@ -29,7 +29,7 @@ def find_recipe(name_or_file: str | Path) -> Path:
         name_or_file: File, or name of a recipe that comes with ckptx.
 
     Raises:
-        UsageError: No such file or name; the message lists the names, and the closest one.
+        UsageError: No such file or name; the message lists the known names, and the most similar one if there is any.
         UnsupportedError: It is a URL.
     """
     refuse_remote(name_or_file)
@@ -60,9 +60,10 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
         name_or_file: File or name, as for `find_recipe`.
         overrides: Changes such as `layout.tp=2`: the path of a key, and its value in YAML. They are applied in order.
             Missing blocks on the path, and blocks that are null, are created.
-        world_size: Number of ranks: it determines `dp_shard`, and a layout for another number is refused. With None,
-            `dp_shard` is 1 unless the recipe sets it. Layouts of `checks` are completed for the ranks of the recipe's
-            own layout; one that requires more ranks gets a `dp_shard` of 1.
+        world_size: Number of ranks. It determines a `dp_shard` that the recipe does not set, and a layout for another
+            number of ranks is refused. None means that it is unknown: then `dp_shard` is 1 unless the recipe sets it.
+            Layouts of `checks` are completed for the number of ranks of the recipe's own layout; one that requires more
+            ranks gets a `dp_shard` of 1.
 
     Raises:
         UsageError: There is no such recipe, it cannot be read, a key is unknown, a value has another type, or the sizes
@@ -81,7 +82,7 @@ def read_recipe(name_or_file: str | Path, overrides: Sequence[str] = (), world_s
         _apply_override(values, each, override_by_key)
 
     def subject(*keys: str) -> str:
-        """Return the option that sets one of these keys, its parent or its child; else the file."""
+        """Return the last option that sets the first of these keys that any option sets; see `DescribeSubject`."""
         for key in keys:
             for set_key, option in reversed(override_by_key.items()):
                 if f"{key}.".startswith((f"{set_key}.", f"{set_key}[")) or set_key.startswith(f"{key}."):
@@ -144,10 +145,16 @@ def _parse(text: str, subject: str) -> Any:
 
 
 def _apply_override(values: dict[str, Any], option: str, override_by_key: dict[str, str]) -> None:
-    """Apply one change, in place, and record it in `override_by_key` by the path of its key.
+    """Apply one change, in place, and record it.
+
+    Args:
+        values: Content of the recipe file.
+        option: The change, `KEY=VALUE`.
+        override_by_key: Path of a key -> the option that set it last; this option is added.
 
     Raises:
-        UsageError: It has no key and value, or its path leads through a value that is not a mapping.
+        UsageError: The option has no key or no `=`, its value is not valid YAML, or its path leads through a value that
+            is not a mapping.
     """
     option_text = f"--set {one_line(option, 200)}"
     path, sign, text = option.partition("=")

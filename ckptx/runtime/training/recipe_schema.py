@@ -24,6 +24,7 @@ _PLURAL_DESCRIPTIONS = {int: "integers", float: "numbers", str: "strings"}
 # The end of a msgspec error: the path of the value, without keys of mappings. `decode` wraps the whole value in a list,
 # so that there always is a path, and no text of the file can be mistaken for it.
 _ERROR_PATH = re.compile(r" - at `\$\[0\](?P<path>[\w.\[\]]*)`\Z")
+# A part of this path: a field of a block, an index in a list, or `[...]` for a key of a mapping.
 _PATH_PART = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
@@ -78,7 +79,7 @@ def unknown_name_error(name: str, known: Collection[str], subject: str, advice: 
     Args:
         name: The unknown name.
         known: All valid names.
-        subject: Subject of the error, which includes the name.
+        subject: Begin of the message, which includes the name.
         advice: Next step if no valid name is similar; empty to list all valid names.
     """
     close_names = difflib.get_close_matches(str(name), known, 1, 0.6)
@@ -127,9 +128,9 @@ def _locate_invalid_value(path: str, value: Any, hint: Any) -> _InvalidValue:
     """Return the value that msgspec refused.
 
     Args:
-        path: Path from the error of msgspec, without keys of mappings.
+        path: Path from the error of msgspec, with `[...]` for keys of mappings.
         value: The decoded content of the file.
-        hint: The type that it was converted to.
+        hint: The type to which msgspec converts the content.
     """
     key_path = ""
     for part in _PATH_PART.finditer(path):
@@ -141,7 +142,7 @@ def _locate_invalid_value(path: str, value: Any, hint: Any) -> _InvalidValue:
             hint, value = get_args(hint)[0], value[int(part["index"])]
             key_path = f"{key_path}[{part['index']}]"
         else:
-            hint = get_args(hint)[1]
+            hint = get_args(hint)[1]  # the type of the mapping's values
             key = next(key for key, each in value.items() if not _is_valid(each, hint))
             value, key_path = value[key], f"{key_path}.{key}"
     return _InvalidValue(key_path, hint, value)

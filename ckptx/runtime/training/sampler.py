@@ -1,6 +1,6 @@
 """Choose the samples of each step from one global count, independent of the number of data-parallel ranks.
 
-    length 5, global batch 2, an order for each epoch    epoch 0: 3 0 4 1 2     epoch 1: 1 4 0 2 3
+    5 samples, global batch 2        epoch 0: 3 0 4 1 2        epoch 1: 1 4 0 2 3        ...
     step 1: 3 0     step 2: 4 1     step 3: 2 | 1     step 4: 4 0     ...
 
 An epoch may end within a step, which continues with the next epoch. Each epoch has every sample once.
@@ -17,7 +17,7 @@ from ckptx.errors import UsageError
 
 T = TypeVar("T")
 
-_MAX_EPOCHS = 1 << 31  # maximum number of epochs per seed, so that each (seed, epoch) has its own number
+_MAX_EPOCHS = 1 << 31  # the generator's seed is seed * _MAX_EPOCHS + epoch, which differs for each (seed, epoch)
 
 
 class Sampler:
@@ -44,7 +44,7 @@ class Sampler:
             raise UsageError(f"sampler: global_batch is {global_batch} and must be 1 or more; increase global_batch")
         self.samples_seen = 0
         self._length, self._seed, self._global_batch = length, seed, global_batch
-        self._order: tuple[int, list[int]] | None = None
+        self._order: tuple[int, list[int]] | None = None  # the epoch that was used last, and its order
 
     @property
     def epoch(self) -> int:

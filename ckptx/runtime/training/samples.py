@@ -36,7 +36,7 @@ class QuestionExample(NamedTuple):
 
     Attributes:
         text: Question with its context.
-        answer: Answer to learn.
+        answer: Answer to learn; "" if the dataset has none.
         image: PIL image, uint8 tensor (3, height, width), or mapping with the encoded `bytes` of an image; None for a
             text-only question.
     """
@@ -114,7 +114,10 @@ def _open_public(data: DataBlock) -> Sequence[RawSample]:
 
 
 class SyntheticSamples(Sequence[RawSample]):
-    """Synthetic samples that depend on a seed and their index only; each fits into 32 bytes with its answer."""
+    """Synthetic samples that depend on a seed and their index only.
+
+    Question and answer of each fit into 32 bytes, the default `sequence_length` for a tokenizer of bytes.
+    """
 
     def __init__(self, has_images: bool, length: int, seed: int) -> None:
         self._has_images, self._length, self._seed = has_images, length, seed

@@ -22,7 +22,7 @@ from ckptx.runtime.model.width_keys import VOCABULARY_KEYS
 from ckptx.runtime.training.source_tokenizer import BYTE_VOCABULARY_SIZE
 
 _LAYER_COUNT_KEY = "num_hidden_layers"
-_LAYER_TYPE_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_LAYER_TYPE_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types")  # lists with the type of each layer
 _MIN_LAYERS = 4  # minimum layers of a language model, so that a stage can have several
 _MIN_TOWER_LAYERS = 2
 _SHARED_LAYERS_KEY = "num_kv_shared_layers"  # counts layers from the end, so that a prefix would change them
@@ -33,7 +33,8 @@ Values = dict[str, Any]
 def reduce_layers(values: Values, config: PreTrainedConfig, user_keys: Mapping[str, Any]) -> Values:
     """Return a copy of a config.json with fewer layers in the config and in each nested one.
 
-    A config keeps its layers if some share keys and values, or if a list in it names layers that would be removed.
+    A config keeps its layers if some layers share keys and values, or if a list in it has indices of layers that would
+    be removed.
 
     Args:
         values: Keys and values of config.json.
@@ -75,7 +76,7 @@ def shrink_widths(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTr
     """
     small_config = copy.deepcopy(config)
     new_ids = {old: new for new, old in enumerate(sorted(find_token_ids(small_config)))}
-    vocabulary_size = -(-(len(new_ids) + BYTE_VOCABULARY_SIZE) // 64) * 64
+    vocabulary_size = -(-(len(new_ids) + BYTE_VOCABULARY_SIZE) // 64) * 64  # rounded up to a multiple of 64
     for nested_config in iter_configs(small_config):
         values = vars(nested_config)
         for key, value in values.items():
@@ -106,7 +107,10 @@ def _find_nested(values: Any, path: tuple[str, ...]) -> Values:
 
 
 def _find_layer_count(config: Any, count: int) -> int:
-    """Return the length of the shortest prefix of `count` layers that has all kinds of layers, and a minimum number."""
+    """Return the length of the shortest prefix of `count` layers with all kinds of layers, and with a minimum number.
+
+    The minimum is `_MIN_LAYERS` for a config with a vocabulary, else `_MIN_TOWER_LAYERS`.
+    """
     min_layers = _MIN_LAYERS if isinstance(vars(config).get("vocab_size"), int) else _MIN_TOWER_LAYERS
     for key in _LAYER_TYPE_KEYS:
         kinds = vars(config).get(key)
@@ -116,6 +120,14 @@ def _find_layer_count(config: Any, count: int) -> int:
 
 
 def _refers_to_removed_layers(value: list[Any], layer_count: int, count: int) -> bool:
-    """Return True if a list looks like layer indices, of which some would be removed; one value per layer does not."""
+    """Return True if a list looks like layer indices, of which some would be removed.
+
+    A list with one value per layer does not look like indices.
+
+    Args:
+        value: List in a config.
+        layer_count: Number of layers that are kept.
+        count: Original number of layers.
+    """
     are_integers = all(isinstance(each, int) for each in value)
     return are_integers and len(value) != count and any(layer_count <= each < count for each in value)

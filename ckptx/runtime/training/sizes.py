@@ -17,7 +17,7 @@ from ckptx.runtime.training.recipe_schema import DescribeSubject
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
-_SEED_BITS = 32
+_SEED_BITS = 32  # size of a seed
 
 
 def fill_dp_shard(
@@ -136,7 +136,7 @@ def _check_steps(recipe: Recipe, subject: DescribeSubject) -> None:
 
 
 def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subject: DescribeSubject) -> None:
-    """Check that samples can be split evenly."""
+    """Check that a step can be split evenly into passes of data-parallel ranks, and these into microbatches."""
     dp = layout.dims.dp
     needed = training.local_batch * dp
     if training.global_batch % needed:
@@ -154,7 +154,7 @@ def _check_batches(training: TrainingBlock, layout: LayoutBlock, path: str, subj
 
 
 def _check_stages(training: TrainingBlock, layout: LayoutBlock, path: str, subject: DescribeSubject) -> Iterator[str]:
-    """Check that the pipeline is valid, and yield notes about it."""
+    """Check that the split into stages and the schedule are valid, and yield notes about them."""
     split = layout.pp_split
     counts = split.split(",")
     if split not in (*SPLIT_RULES, *FORMER_SPLITS) and not (

@@ -33,24 +33,24 @@ from ckptx.runtime.training.shrinking import reduce_layers, shrink_widths
 from ckptx.runtime.training.source_tokenizer import make_tokenizer
 
 _CONFIG = "config.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # endings of files that are linked and not copied
 _MAX_SHARD_SIZE = "2GB"
 _NOISE_STD = 0.1  # standard deviation of noise on tensors that a class sets to a constant: norms, biases, scales
 _FINITE_BOUND = 8.0  # in place of an infinite bound
-# Functions of torch.Tensor and torch.nn.init that draw values, and one that a truncated normal uses.
+# Functions of torch.Tensor and torch.nn.init that draw values, and one (erfinv_) that a truncated normal uses.
 _RANDOM_FUNCTIONS = ("normal_", "uniform_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "erfinv_")
 # Config keys that every class accepts.
 _COMMON_KEYS = ("attn_implementation", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "auto_map")
 
-Values = dict[str, Any]
+Values = dict[str, Any]  # keys and values of a config.json
 
 
 def prepare_source(recipe: Recipe, directory: Path) -> Path:
-    """Return the directory of the checkpoint that a run starts from; called by one process or one rank.
+    """Return the directory of the checkpoint that a run starts from, and write it if necessary; only one rank calls it.
 
     A pretrained checkpoint without changes is used in place. If the recipe changes its config, `directory` gets the new
-    config, copies of small files and links to the weights. Random weights depend on the recipe only; the model is built
-    once in memory to write them, in the dtype of the recipe.
+    config, copies of small files and links to the weights. Random weights depend on the recipe only. To write them, the
+    whole model is built in memory, in the dtype of the recipe.
 
     Args:
         recipe: Recipe that names the model.
@@ -216,7 +216,10 @@ def _read_initial_config(model: ModelBlock) -> Values:
 
 
 def _make_random_config(values: Values, directory: Path, recipe: Recipe) -> tuple[Any, type[PreTrainedModel], str]:
-    """Return the config of a model with random weights, its class, and the name of the class."""
+    """Return the config of a model with random weights, its class, and the name of the class.
+
+    A config.json is written to `directory` on the way, because transformers reads configs and custom code from files.
+    """
     trust_remote_code = recipe.model.trust_remote_code
     _write_config(directory, values)
     name, cls, config = read_config(directory, trust_remote_code=trust_remote_code)
@@ -234,6 +237,11 @@ def _make_random_config(values: Values, directory: Path, recipe: Recipe) -> tupl
 def _refuse_other_type(user_keys: Mapping[str, Any], name: str, config: PreTrainedConfig) -> None:
     """Refuse a model type that differs from that of the class.
 
+    Args:
+        user_keys: `model.config` of the recipe.
+        name: Name of the class.
+        config: Config object of the class.
+
     Raises:
         UsageError: The types differ.
     """
@@ -249,7 +257,13 @@ def _refuse_other_type(user_keys: Mapping[str, Any], name: str, config: PreTrain
 def _refuse_unknown(user_keys: Mapping[str, Any], config: Any, path: str = "model.config") -> None:
     """Refuse keys that the class does not read, and that transformers would ignore.
 
-    A class may read keys that it does not declare: keys mentioned in its code are accepted, too.
+    A class may read keys that it does not declare: keys mentioned in its code are accepted, too. If its code is not
+    available, every key is accepted.
+
+    Args:
+        user_keys: Keys set by the user.
+        config: Config object that they belong to.
+        path: Path of the keys in the recipe.
 
     Raises:
         UsageError: A key is unknown.
@@ -317,7 +331,7 @@ def make_random_model(cls: type[PreTrainedModel], config: Any, dtype: torch.dtyp
 
 
 class _SkipWeightInit(TorchFunctionMode):  # type: ignore[misc]  # torch types it as Any
-    """Replaces initializations by zeros, which `_draw_values` overwrites, so that each weight is drawn once."""
+    """Sets parameters to zero in place of initializing them, if `_draw_values` overwrites them anyway."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -335,7 +349,7 @@ def _is_drawn_in_full(tensor: Tensor) -> bool:
 
 
 def _draw_values(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Draw random values, in place."""
+    """Draw random values, in place; see `make_random_model`."""
     if _is_drawn_in_full(tensor):
         fan_in = tensor.shape[-1] if tensor.dim() < 4 else tensor[0].numel()
         tensor.normal_(0, fan_in**-0.5, generator=generator)

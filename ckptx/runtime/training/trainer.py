@@ -2,11 +2,11 @@
 
     Trainer(recipe, source, dataset, rank_context)   build the model and load it from `source`
     .step()                                          run one optimizer step
-    .save(path)                                      publish all state as one checkpoint
+    .save(path)                                      save all state as one checkpoint
     .resume(path)                                    restore all state, on the same mesh or another
 
-Random numbers of a step come from the generators of the process only, and its samples follow from one global count;
-both are saved, and nothing else draws random numbers in between.
+Random numbers of a step come only from the generators of the process, and its samples follow from one global count of
+samples. Both are saved, and nothing draws random numbers between steps.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class StepMetrics:
         loss: Mean loss over the labels of the step, on all ranks.
         grad_norm: Norm of all gradients before clipping.
         lr: Learning rate of this step.
-        mem: Peak memory of this rank in GiB: tensors on its GPU, or on a CPU its whole process.
+        mem: Peak memory of this rank so far in GiB: tensors on its GPU, or on a CPU its whole process.
         tps: Tokens per second over all ranks, without padding.
         tps_per_gpu: Tokens per second and rank.
-        num_label_tokens: Number of labels of the step, on all ranks.
+        num_label_tokens: Number of labels of the step that are predicted, on all ranks.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Trainer:
         source: Checkpoint that the run started from.
         resumed_from: Checkpoint that the run resumed from; None if it did not resume.
         dataset: Training data.
-        data_rank: Data-parallel rank.
+        data_rank: Index of this rank among the data-parallel ranks, from 0; TP and pipeline ranks share it.
         rank_model: Model of this rank, or its pipeline stages.
         optimizer: Optimizer of the trained parameters.
         scheduler: Learning-rate scheduler.
@@ -116,7 +116,7 @@ class Trainer:
             source: Checkpoint to start from.
             dataset: Training data.
             rank_context: Context of this rank.
-            layout: Mesh to use in place of the recipe's; None for the recipe's.
+            layout: Layout to use in place of the recipe's; None for the recipe's.
             callbacks: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
                 for none.
 
@@ -183,12 +183,12 @@ class Trainer:
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return model arguments and labels of each forward pass of this data-parallel rank, on its device.
+        """Return the microbatches of this data-parallel rank on its device: model arguments and labels by name.
 
-        A pass has `training.microbatch` samples in a pipeline, and `training.local_batch` without one.
+        A microbatch has `training.microbatch` samples in a pipeline, and `training.local_batch` without one.
 
         Args:
-            indices: Samples of the step, of all data-parallel ranks.
+            indices: Indices of the samples of the step, of all data-parallel ranks.
         """
         training = self.recipe.training
         own_indices = split_over_ranks(indices, self.data_rank, self._data_ranks())
@@ -202,7 +202,7 @@ class Trainer:
         return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random_state)}
 
     def save(self, path: Path) -> None:
-        """Publish all state as one checkpoint, then point `latest` to it; every rank calls it.
+        """Save all state as one checkpoint, then make `latest` name it; every rank calls it.
 
         An asynchronous save is written while the next steps run; `wait_for_save` waits for it. An existing checkpoint
         of this step, left by a run that was killed before it updated `latest`, is replaced.
@@ -240,8 +240,13 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Restore all state from a checkpoint; every rank calls it, before the first step.
 
-        With another number of data-parallel ranks or stages, saved generators cannot be assigned to ranks: they are
-        seeded from the seed, the step and the data-parallel rank, with a note.
+        If the checkpoint was saved with another number of data-parallel ranks or stages, its generator states cannot be
+        assigned to ranks. Then generators are seeded from the seed, the step and the data-parallel rank, with a note.
+
+        Raises:
+            InputError: The checkpoint is damaged, or was saved without some of the state.
+            UnsupportedError: The checkpoint is not a DCP, or does not fit the model.
+            UsageError: The dataset has another length, or the recipe another seed, than in the run that saved it.
         """
         self.resumed_from = path
         self.rank_model.load(path)
@@ -278,7 +283,8 @@ class Trainer:
             batches: Microbatches, with or without labels.
 
         Returns:
-            None on a pipeline rank without the last stage.
+            Logits (batch size, sequence length, vocabulary) of each batch; None on a pipeline rank without the last
+            stage.
         """
         connect_pipeline(self.rank_model)
         models, pipeline = self.rank_model.models, self.rank_model.pipeline
@@ -338,7 +344,7 @@ class Trainer:
     def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
         """Run the pipeline once for each `local_batch` samples.
 
-        Arguments and return value are those of `_backward`; 0 is returned on ranks without the last stage.
+        Arguments and result are those of `_backward`; the result is 0 on ranks without the last stage.
         """
         assert self.rank_model.pipeline is not None
         count = self.recipe.training.local_batch // self.recipe.training.microbatch
@@ -353,7 +359,7 @@ class Trainer:
         return total
 
     def _reports_metrics(self) -> bool:
-        """Return True if this rank reports for its data-parallel rank: the first one that has the loss."""
+        """Return True if this rank reports for its data-parallel rank: TP rank 0 with the last stage, as it has losses."""
         mesh, plan = self.rank_model.mesh, self.rank_model.pipeline_plan
         has_loss = plan is None or plan.stages.count - 1 in self.rank_model.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
@@ -371,10 +377,12 @@ class Trainer:
 
 
 def _derive_seed(number: int, step: int) -> int:
+    """Return a seed of 63 bits that depends on a seed and a step."""
     return int.from_bytes(blake2b(f"{number} {step}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _read_peak_gib(device: torch.device) -> float:
+    """Return the peak memory in GiB; see `StepMetrics.mem`."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / _GIB
     return peak_memory() / _GIB
