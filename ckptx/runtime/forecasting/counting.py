@@ -15,6 +15,7 @@ from ckptx.runtime.memory.shape_tensors import iter_tensors
 from ckptx.runtime.memory.storage_ledger import StepPhase
 from ckptx.runtime.torch_private import get_overload_packet, get_schema
 
+# Prefix of the name of an operation, without underscores -> kind of collective. A receive is counted by its sender.
 _COLLECTIVE_BY_PREFIX = {
     "all_gather": "all-gather",
     "allgather": "all-gather",
@@ -34,7 +35,7 @@ class OpCounts:
 
     Attributes:
         flops: Floating-point operations of all passes; a multiply-add counts as two.
-        recomputed_flops: Those of `flops` that activation checkpointing recomputes.
+        recomputed_flops: Part of `flops` that activation checkpointing recomputes in the backward pass.
         sent_bytes: Bytes by kind of collective, for this rank's share: the input of a reduction, the output of a
             gather, the payload sent to the next stage.
     """
@@ -44,7 +45,7 @@ class OpCounts:
     sent_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: OpCounts, times: int = 1) -> None:
-        """Add other counts, `times` times."""
+        """Add other counts, multiplied by `times`, which may be negative."""
         self.flops += times * other.flops
         self.recomputed_flops += times * other.recomputed_flops
         for kind, nbytes in other.sent_bytes.items():
@@ -63,7 +64,7 @@ class OpCounter:
     """Counters of floating-point operations and communicated bytes.
 
     Attributes:
-        op_counts_by_pass: Counts of each pass, by part of the step and number of the pass.
+        op_counts_by_pass: (name of the phase, index of the pass) -> counts; see `StepPhase`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,10 @@ class OpCounter:
     def record_operation(
         self, get_phase: Callable[[], StepPhase], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        """Count an operation that `ShapeTensors` reports."""
+        """Count an operation that `ShapeTensors` reports, in the phase that `get_phase` returns.
+
+        `get_phase` is called only for operations that count. See `StorageLedger.record_operation` for the others.
+        """
         count_flops, collective = _find_counters(func)
         flops = 0 if count_flops is None else int(count_flops(*args, **kwargs, out_val=out))
         if flops:
@@ -116,7 +120,7 @@ def _count_sdpa(query: Tensor, key: Tensor, value: Tensor, *_: Any, **_settings:
 
 
 def _count_sdpa_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **_settings: Any) -> int:
-    return 5 * _attention_flops(query, key, value) // 2
+    return 5 * _attention_flops(query, key, value) // 2  # 5 matrix products, one of which recomputes the scores
 
 
 def _count_grouped_mm(left: Tensor, right: Tensor, *_: Any, **_settings: Any) -> int:
@@ -124,7 +128,10 @@ def _count_grouped_mm(left: Tensor, right: Tensor, *_: Any, **_settings: Any) ->
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Count the two matrix products of each query head; heads may share keys and values."""
+    """Count the two matrix products of each query head; heads may share keys and values.
+
+    Shapes are (batch size, heads, sequence length, width of a head).
+    """
     return 2 * int(query.numel()) * int(key.shape[-2]) + 2 * int(query.numel() // query.shape[-1]) * int(
         key.shape[-2] * value.shape[-1]
     )

@@ -1,9 +1,11 @@
 """Extrapolate a step of a whole model from steps of the same model with fewer layers.
 
-The step of the smallest model is divided into segments. A model with another period of layers has the same segments
-plus those of the period. The memory changes of the period and of all other segments are extrapolated to the full number
-of periods; memory is then accumulated from the start of the step, and its maximum taken last. A third step, with two
-more periods, must match the extrapolation, else the result is rejected.
+The step of the smallest model is divided into segments (`timeline.Segment`). A model with one more period of layers
+(`RepeatedLayers`) has the same segments plus those of the period. The memory changes of the period and of all other
+segments are extrapolated to the full number of periods; memory is then accumulated from the start of the step, and its
+maximum taken last. A third step, with two more periods, must match the extrapolation, else the result is rejected.
+
+An axis is an index in `repeats`, the sequences of layers of one rank that can be shortened independently.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class ShortModelForecast:
 
     Attributes:
         forecast: Forecast of one rank.
-        layer_numbers: Layers that remain of each list, by their numbers in the whole model.
+        layer_numbers: Path of a list of layers -> numbers in the whole model of the layers that remain, in order.
     """
 
     forecast: RankForecast
@@ -40,12 +42,14 @@ class _SegmentKey(NamedTuple):
     """Position of a segment in a step.
 
     Attributes:
-        phase: forward, backward, ...
-        pass_index: Number of the forward or backward pass.
-        path: Path of the list of the layer, or of the last layer before a segment outside layers.
-        layer: Number of the layer in the whole model; within a period that may be left out, its number in the period.
+        phase: See `Segment`.
+        pass_index: See `Segment`.
+        path: Path of the list of the layer, or for a segment outside layers that of the last layer before it; "" before
+            the first layer of a pass.
+        layer: Number of this layer in the whole model, or if it is in a period that may be left out, its number in the
+            period, from 0; -1 before the first layer of a pass.
         is_outside: True for a segment outside layers, after this layer.
-        occurrence: Number of earlier segments with the same values.
+        occurrence: Number of earlier segments with the same values; 0 in a period that may be left out.
     """
 
     phase: str
@@ -61,8 +65,8 @@ class _SegmentChange(NamedTuple):
 
     Attributes:
         key: Position in the step.
-        axis: Index of the repeat that the segment belongs to; None if its layer is always kept.
-        segment: Segment as counted.
+        axis: Axis of the period that the segment belongs to; None if its layer is always kept.
+        segment: Segment of the step that ran.
         peak_by_kind: Bytes of each kind at the peak of the segment, relative to its start.
         end_by_kind: Bytes of each kind at its end, relative to its start.
     """
@@ -76,15 +80,18 @@ class _SegmentChange(NamedTuple):
 
 @dataclass(slots=True)
 class _AlignedSegments:
-    """Segments of the smallest model, with those of the larger models aligned to them."""
+    """Segments of the smallest model, with those of the larger models aligned to them.
+
+    Attributes:
+        segments: Segments of the smallest model.
+        longer_segments: For each axis, the same segments in the model with one period of this axis.
+        period_segments: Index in `segments` -> the periods that come before the segment with this index, each as its
+            axis and its segments.
+    """
 
     segments: list[_SegmentChange]
-    longer_segments: list[list[_SegmentChange]] = field(
-        default_factory=list
-    )  # per axis: the same segments with one more period
-    period_segments: dict[int, list[tuple[int, list[_SegmentChange]]]] = field(
-        default_factory=dict
-    )  # by position: axis, its period
+    longer_segments: list[list[_SegmentChange]] = field(default_factory=list)
+    period_segments: dict[int, list[tuple[int, list[_SegmentChange]]]] = field(default_factory=dict)
 
 
 def extrapolate(
@@ -96,10 +103,10 @@ def extrapolate(
     """Return the forecast of the whole model, or None if the steps do not agree.
 
     Args:
-        repeats: Layers of this rank that were left out.
-        base: Step without any of their periods.
-        longer_models: Steps with one period, one for each repeat.
-        check_model: Step with two periods of each repeat, which must match the extrapolation. None skips this check.
+        repeats: Layers of this rank of which periods were left out.
+        base: Step of the smallest model, without any of these periods.
+        longer_models: For each axis, the step of the model with one of its periods.
+        check_model: Step with two periods of each axis, which must match the extrapolation. None skips this check.
     """
     aligned = _align_segments(repeats, base, longer_models)
     if aligned is None:
@@ -129,6 +136,7 @@ def extrapolate(
 def _align_segments(
     repeats: Sequence[RepeatedLayers], base: ShortModelForecast, longer_models: Sequence[ShortModelForecast]
 ) -> _AlignedSegments | None:
+    """Align the segments of the larger models to those of the smallest; None if the models run different segments."""
     aligned = _AlignedSegments(list(_iter_segment_changes(repeats, base)))
     if any(each.axis is not None for each in aligned.segments):
         return None
@@ -180,14 +188,18 @@ def _iter_segment_changes(repeats: Sequence[RepeatedLayers], model: ShortModelFo
 
 
 def _layer_number(layer: LayerKey, layer_numbers: Mapping[str, Sequence[int]]) -> int:
+    """Return the number in the whole model of a layer of a model with fewer layers."""
     layers = layer_numbers.get(layer.stack)
     return layer.index if layers is None else layers[layer.index]
 
 
 def _predict(
-    base: _AlignedSegments, repeats: Sequence[RepeatedLayers], extra_periods: Sequence[int]
+    aligned: _AlignedSegments, repeats: Sequence[RepeatedLayers], extra_periods: Sequence[int]
 ) -> list[tuple[Segment, _SegmentChange]]:
-    """Return the segments with `extra_periods` periods of each repeat, each with the segment it was made from."""
+    """Return the segments of a step with `extra_periods[axis]` periods of each axis.
+
+    Each is returned with the segment of a model that ran from which it was made.
+    """
     predicted: list[tuple[Segment, _SegmentChange]] = []
     current_bytes = _ZERO_BYTES
 
@@ -202,18 +214,19 @@ def _predict(
         predicted.append((segment, change))
         current_bytes = segment.end_by_kind
 
-    for position in range(len(base.segments) + 1):
-        for axis, block in base.period_segments.get(position, ()):
+    for position in range(len(aligned.segments) + 1):
+        for axis, block in aligned.period_segments.get(position, ()):
             repeat = repeats[axis]
             for number in range(extra_periods[axis]):
                 for change in block:
+                    # The backward pass runs periods in descending order.
                     period = extra_periods[axis] - 1 - number if change.key.phase == BACKWARD else number
                     layer = repeat.first + period * repeat.period + change.key.layer
                     layer_key = LayerKey() if change.key.is_outside else LayerKey(repeat.path, layer)
                     add(change, change.peak_by_kind, change.end_by_kind, layer_key)
-        if position < len(base.segments):
-            change = base.segments[position]
-            others = [aligned_segments[position] for aligned_segments in base.longer_segments]
+        if position < len(aligned.segments):
+            change = aligned.segments[position]
+            others = [longer[position] for longer in aligned.longer_segments]
             peak_by_kind = _extrapolate_bytes(
                 change.peak_by_kind, [each.peak_by_kind for each in others], extra_periods
             )
@@ -249,7 +262,7 @@ def _build_forecast(
 
 
 def _is_match(expected: RankForecast, actual: RankForecast) -> bool:
-    """Return True if a step matches its extrapolation."""
+    """Return True if a step matches its extrapolation: bytes within the tolerance, and equal counts."""
     one, other = expected.timeline.segments, actual.timeline.segments
     if [(each.phase, each.pass_index) for each in one] != [(each.phase, each.pass_index) for each in other]:
         return False
@@ -278,6 +291,7 @@ def _with_peak_tensors(
 
 
 def _renumber(lifetime: StorageLifetime, layer_numbers: Mapping[str, Sequence[int]]) -> StorageLifetime:
+    """Return a lifetime with the module and parameter names of the whole model."""
     phase = lifetime.alloc_phase
     return replace(
         lifetime,
@@ -311,6 +325,13 @@ def _extrapolate_op_counts(base: OpCounts, longer_models: Sequence[OpCounts], ex
 
 
 def _extrapolate_number(base: int, longer_models: Sequence[int], extra_periods: Sequence[int]) -> int:
+    """Return `base` plus, for each axis, the change by one period times the number of periods.
+
+    Args:
+        base: Number of the smallest model.
+        longer_models: For each axis, the number of the model with one of its periods.
+        extra_periods: For each axis, the number of periods.
+    """
     return base + sum(number * (each - base) for each, number in zip(longer_models, extra_periods, strict=True))
 
 

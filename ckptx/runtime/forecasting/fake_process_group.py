@@ -1,4 +1,4 @@
-"""One rank of a world whose other ranks do not exist."""
+"""Run one rank of a distributed job whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _DEVICE = torch.device("cpu")  # fake tensors of CUDA need a torch that was buil
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int, device: torch.device = _DEVICE) -> Iterator[RankContext]:
-    """Make this process a rank of a world of any size; nothing is sent, and received tensors have a shape only.
+    """Make this process a rank of a world of any size; nothing is sent, and received tensors keep their old values.
 
-    The work of a send keeps its tensor, as in a real process group.
-
-    `all_gather_object` returns the object of this rank for every rank.
+    The work of a send keeps its tensor alive, as in a real process group. `all_gather_object` returns the object of
+    this rank for every rank.
 
     Args:
         rank: Global rank of this process.

@@ -18,9 +18,12 @@ _MAX_FACTOR = 64  # largest factor of the number of ranks
 
 
 def find_larger_mesh(task: ForecastTask, memory: int) -> tuple[ParallelDims, int] | None:
-    """Return the smallest mesh with more TP or FSDP2 ranks on which a step fits, and its peak; None if there is none.
+    """Return the smallest mesh with more TP or FSDP2 ranks on which a step fits, and its peak in bytes.
 
     The batch per data-parallel rank stays the same. As in a search, few layers and few pipeline ranks run.
+
+    Returns:
+        None if there is none with at most 64 times as many ranks.
 
     Args:
         task: Step that does not fit.
@@ -50,6 +53,7 @@ def find_larger_mesh(task: ForecastTask, memory: int) -> tuple[ParallelDims, int
 
 
 def _larger_meshes(dims: ParallelDims) -> Iterator[ParallelDims]:
+    """Yield the meshes to try, in ascending order of their ranks; with equal numbers, the one with more TP is first."""
     factor = 2
     while factor <= _MAX_FACTOR:
         if dims.tp * factor <= GPUS_PER_NODE:

@@ -32,15 +32,15 @@ def find_model_config(
     Args:
         model: A config.json, a JSON file of another name with the same contents, a directory with a config.json, or a
             Hub id.
-        copy_dir: Directory to copy a file of another name to, as config.json, with the Python files next to it; None
-            refuses such a file.
+        copy_dir: Directory to copy a file of another name to, as config.json, with the Python files next to it. None
+            means that such a file is refused.
         revision: Git revision on the Hub; None for the default branch.
         token: Access token of the Hub; None for the stored one.
         cache_dir: Cache directory of the Hub; None for the default.
 
     Raises:
         InputError: The directory has no config.json, the file is not JSON, or the Hub id cannot be fetched.
-        UsageError: The path is a file of another type.
+        UsageError: The path is a file without the keys of a config.json, or one of another name without `copy_dir`.
     """
     path = resolve_source(model, revision=revision, token=token, cache_dir=cache_dir, patterns=CONFIG_FILES)
     if is_regular_file(path):
@@ -80,7 +80,7 @@ def without_quantization_config(config_dir: Path, copy_dir: Path) -> tuple[Path,
 
 @contextmanager
 def config_path_in_errors_as(source: str, directory: Path) -> Iterator[None]:
-    """Replace the path of the config.json in `directory`, a temporary copy, by `source` in the messages of errors."""
+    """Replace the path of the config.json in `directory`, a temporary copy, by `source` in errors of the block."""
     try:
         yield
     except CkptxError as error:
@@ -96,7 +96,7 @@ def write_recipe_config(recipe: Recipe, directory: Path) -> tuple[Path, tuple[st
         directory: Directory to write to.
 
     Returns:
-        The directory, and notes for the user.
+        `directory`, and notes for the user.
 
     Raises:
         InputError: The config of its checkpoint is unavailable, and the recipe has no `model.shrunk_from` to
@@ -117,6 +117,7 @@ def write_recipe_config(recipe: Recipe, directory: Path) -> tuple[Path, tuple[st
 
 
 def _read_base_config(model: ModelBlock) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the config that `model.config` of a recipe overrides ({} if there is no other), and notes for the user."""
     if model.pretrained is None:
         if not model.config:
             raise UsageError("model: has neither pretrained nor config; set model.pretrained to a checkpoint")

@@ -21,7 +21,8 @@ from ckptx.runtime.parallel.pipeline.pipeline import Pipeline, TorchStage
 from ckptx.runtime.parallel.pipeline.run import StageRunner
 from ckptx.runtime.torch_private import local_tensor, storage_key
 
-StageInputSlots = dict[int, list[PayloadSlot | None]]  # inputs of each stage from the previous stage
+# Number of a stage -> shape and dtype of each value from the previous stage; None for a value that is not a tensor.
+StageInputSlots = dict[int, list[PayloadSlot | None]]
 
 
 class _IsolatedStage(TorchStage):
@@ -57,9 +58,10 @@ class _IsolatedStage(TorchStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         """Take the gradients of the next stage, on the same rank, in place of receive buffers.
 
-        They stay until the same microbatch of the next step, so that only the first step has these receive buffers. To
-        forecast a later step, each buffer gets the size of its gradient; 0 if the storage of that is kept anyway, as
-        the next stage passes on a gradient that it received, or several inputs share one.
+        These gradients stay until the same microbatch of the next step, so that only the first step has these receive
+        buffers. To forecast a later step, each buffer gets the size of its gradient in the ledger. The size is 0 if the
+        storage of the gradient is kept anyway, because the next stage passes on a gradient that it received, or because
+        several inputs share one.
         """
         for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if gradient is None or _storage_key(info.buffer) in self._kept_gradients:
@@ -74,19 +76,19 @@ class _IsolatedStage(TorchStage):
         return operations
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Return the result of the stage itself, as all stages know the shapes; called since torch 2.13."""
+        """Return the vote of all stages for static shapes (1), without receiving it; torch 2.13 and later call this."""
         return torch.ones(1, dtype=torch.int32)
 
 
 class IsolatedPipeline(Pipeline):
-    """A `Pipeline` on a rank without neighbors; all microbatches have one shape."""
+    """A `Pipeline` on a rank without neighbors; all microbatches have equal shapes."""
 
     def __init__(self, *args: Any, input_slots: StageInputSlots, ledger: StorageLedger) -> None:
         """Create a pipeline that records its communication buffers.
 
         Args:
             args: Arguments of `Pipeline`.
-            input_slots: Known inputs of stages; the values that these stages send are added.
+            input_slots: Known inputs of stages, those of this rank included; the values that its stages send are added.
             ledger: Ledger in which communication buffers are labeled.
         """
         self._input_slots, self._ledger = input_slots, ledger
@@ -102,13 +104,15 @@ class IsolatedPipeline(Pipeline):
         """Skip the check: there are no values that could be compared."""
 
     def _measure_payloads(self, batches: Sequence[Batch]) -> None:
-        """Measure the first batch only, as all have one shape."""
+        """Measure the first batch only, because all have equal shapes."""
         super()._measure_payloads(batches[:1])
 
     def _send(self, values: tuple[Any, ...], stage: int) -> None:
+        """Record the shapes of the values as the inputs of a stage, and send nothing."""
         self._input_slots[stage] = [_make_payload_slot(each) for each in values]
 
     def _receive(self, stage: int) -> tuple[Any, ...]:
+        """Return new tensors with the recorded shapes of the inputs of a stage."""
         return tuple(map(_create_received, self._input_slots[stage]))
 
     def _pack(self, runner: StageRunner, sent_values: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Forecast the ranks of a task, one per pipeline rank, in forked processes.
 
-If many layers repeat, models with fewer of them run in place of the whole one; `extrapolation` computes the forecast of
-the whole model from them, or rejects them, and the whole model runs. These models run one after another in one process,
-which caches what they have in common.
+If many layers repeat, short models (the same model with fewer layers) run in place of the whole one. `extrapolation`
+computes the forecast of the whole model from them; if it rejects them, the whole model runs. The short models of a rank
+run one after another in one process, which caches what they have in common.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptx.runtime.model.build import build_model
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.schedules import count_stages, find_schedule
 
-BoundariesBySplit = dict[tuple[Any, ...], StageBoundaries]  # boundaries of a model, by how it is split into stages
+BoundariesBySplit = dict[tuple[Any, ...], StageBoundaries]  # `_split_key` of a task -> boundaries of its stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,8 @@ class ForecastRequest:
         all_layers: Run all layers, even if many repeat.
         validate_extrapolation: Validate the extrapolation with a third, larger model.
         peak_ranks_only: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
-            flight, the one with most parameters, and the last, which has the logits.
+            flight, the one with most parameters, and the last, which has the logits. If ranks have several stages, all
+            of them run.
     """
 
     task: ForecastTask
@@ -61,16 +62,16 @@ def forecast_ranks(
     known_boundaries: BoundariesBySplit | None = None,
     directory: Path | None = None,
 ) -> list[RankForecast]:
-    """Return the forecasts of the first rank of each pipeline rank.
+    """Return the forecast of each pipeline rank that runs: that of the first global rank with its stages.
 
     Args:
-        task: See `ForecastRequest`, as for `all_layers`, `validate_extrapolation` and `peak_ranks_only`.
-        all_layers: See `task`.
-        validate_extrapolation: See `task`.
-        peak_ranks_only: See `task`.
-        in_process: See `forecast_requests`, as for `known_boundaries` and `directory`.
-        known_boundaries: See `in_process`.
-        directory: See `in_process`.
+        task: See `ForecastRequest`.
+        all_layers: See `ForecastRequest`.
+        validate_extrapolation: See `ForecastRequest`.
+        peak_ranks_only: See `ForecastRequest`.
+        in_process: See `forecast_requests`.
+        known_boundaries: See `forecast_requests`.
+        directory: See `forecast_requests`.
 
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
@@ -94,15 +95,19 @@ def forecast_requests(
     directory: Path | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> list[list[RankForecast]]:
-    """Return the forecasts of the first rank of each pipeline rank, for several steps of one model at the same time.
+    """Return what `forecast_ranks` returns, for several steps of one model, which run at the same time.
 
     Args:
-        requests: Steps to forecast; with a pipeline, steps that are split in the same way share its boundaries.
+        requests: Steps to forecast. Those with a pipeline that are split into stages in the same way share boundaries.
         in_process: Run one after another in this process, which caches facts about operations and must not be forked
-            afterwards.
+            afterwards. False runs them in forked processes.
         known_boundaries: Known stage boundaries; new ones are added. None starts without any.
-        directory: Parent of temporary configs with fewer layers, for processes that may be killed before they clean up.
-        on_step: Called with the text of each step, to show progress; None shows none.
+        directory: Parent of temporary configs with fewer layers, which the caller removes if this process is killed
+            before it does; None for the default.
+        on_step: Called with a message on the current work, to show progress; None shows none.
+
+    Returns:
+        For each request, the forecasts of its pipeline ranks, in ascending order.
 
     Raises:
         UnsupportedError: The class cannot run in this layout, or its shapes depend on values.
@@ -139,12 +144,12 @@ def forecast_requests(
 def _find_boundaries(
     tasks: Sequence[ForecastTask], known_boundaries: BoundariesBySplit, find_all: Callable[..., list[Any]]
 ) -> None:
-    """Add the boundaries of tasks with a pipeline to those that are known, each split once.
+    """Find the boundaries of tasks with a pipeline that are not known, once for each split into stages.
 
     Args:
         tasks: Tasks, with and without a pipeline.
-        known_boundaries: Known boundaries.
-        find_all: Returns the results of a function for several calls, like `run_in_children`.
+        known_boundaries: Known boundaries; those that are found are added. Those that cannot be found are left out.
+        find_all: Returns the results of a function for several tuples of arguments, like `run_in_children`.
     """
     missing = {_split_key(each): each for each in tasks if each.dims.pp > 1}
     missing = {key: each for key, each in missing.items() if key not in known_boundaries}
@@ -153,16 +158,18 @@ def _find_boundaries(
 
 
 def _run_in_process(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return the results of a function for several calls, which run one after another."""
+    """Return the results of a function for several tuples of arguments, which run one after another."""
     return [function(*each) for each in calls]
 
 
 def _split_key(task: ForecastTask) -> tuple[Any, ...]:
+    """Return a key that determines how a task is split into stages; `pp_split` differs for models with fewer layers."""
     layout = task.recipe.layout
     return layout.pp, layout.schedule, layout.pp_split
 
 
 def _peak_candidates(task: ForecastTask) -> list[int]:
+    """Return the pipeline ranks that can have the peak, in ascending order; see `ForecastRequest.peak_ranks_only`."""
     layout = task.recipe.layout
     if layout.pp == 1 or find_schedule(layout.schedule).stages_per_rank > 1:
         return list(range(layout.pp))
@@ -176,12 +183,13 @@ def _peak_candidates(task: ForecastTask) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ShortTasks:
-    """Models with fewer layers.
+    """The tasks with short models.
 
     Attributes:
         plan: Layers that can be left out.
-        tasks: Tasks with as few layers as possible, with one more period per axis, and, to validate, with two of all.
-        extra_periods: For each task, the additional periods of each axis.
+        tasks: First the task with as few layers as possible; then for each axis of the plan, the task with one more
+            period of this axis; last, to validate the extrapolation, the task with two more periods of each axis.
+        extra_periods: For each task, the number of additional periods of each axis.
     """
 
     plan: ShorteningPlan
@@ -189,15 +197,19 @@ class _ShortTasks:
     extra_periods: tuple[tuple[int, ...], ...]
 
     def axes_of_rank(self, rank: int) -> list[int]:
-        """Return the axes that have layers of a pipeline rank."""
+        """Return the axes of the plan that have layers of a pipeline rank."""
         return [axis for axis, repeat in enumerate(self.plan.repeats_of_rank(rank)) if repeat is not None]
 
     def derive_boundaries(self, boundaries: StageBoundaries, number: int) -> StageBoundaries | None:
-        """Return the stage boundaries of a task from those of the first one; None if they have to be discovered."""
+        """Return the stage boundaries of `tasks[number]` from those of `tasks[0]`; None if they must be discovered."""
         return derive_boundaries(boundaries, self.plan, self.extra_periods[0], self.extra_periods[number])
 
 
 def _make_short_tasks(task: ForecastTask, directory: Path, validate_extrapolation: bool) -> _ShortTasks | None:
+    """Return the tasks with short models; None if too few layers repeat, or if no config builds one of the models.
+
+    Configs are written to subdirectories of `directory`.
+    """
     plan = plan_shortening(task, model_count=3 if validate_extrapolation else 2)
     if plan is None:
         return None
@@ -211,7 +223,10 @@ def _make_short_tasks(task: ForecastTask, directory: Path, validate_extrapolatio
 
 
 class _RankForecaster:
-    """The ranks of a task, which run in order because each needs the shapes that the previous one sends."""
+    """The ranks of a task, which run in order because each needs the shapes that the previous one sends.
+
+    The index of a task is 0 for the whole model, and 1 + i for `short_tasks.tasks[i]`.
+    """
 
     def __init__(
         self,
@@ -220,12 +235,23 @@ class _RankForecaster:
         ranks: Sequence[int],
         known_boundaries: BoundariesBySplit,
     ) -> None:
+        """Create a forecaster.
+
+        Args:
+            task: Task with the whole model.
+            short_tasks: Tasks with short models; None if only the whole model runs.
+            ranks: Pipeline ranks to forecast, in ascending order.
+            known_boundaries: Known stage boundaries; new ones are added.
+        """
         self._task, self._short_tasks, self._ranks = task, short_tasks, ranks
         self._input_slots = BoundaryCache().input_slots
         self._known_boundaries = known_boundaries
 
     def boundary_source(self) -> ForecastTask:
-        """Return the smallest task, from whose stage boundaries those of the others are derived if possible."""
+        """Return the task from whose stage boundaries those of the other tasks are derived if possible.
+
+        It is the smallest short task if it runs, else the whole task.
+        """
         return self._task_of_index(1 if 1 in self._used_indices() else 0)
 
     def underived_tasks(self) -> list[ForecastTask]:
@@ -237,9 +263,10 @@ class _RankForecaster:
         return sorted({index for rank in self._ranks for index in self._task_indices(rank)})
 
     def run(self) -> Flow[list[RankForecast]]:
-        """Return the forecasts; a rank whose predecessor is left out receives what the second stage receives.
+        """Return the forecasts of all ranks of this forecaster, in ascending order.
 
-        If stages receive different numbers of values, no rank is left out.
+        A rank whose predecessor is not forecast receives what the second stage receives. If stages receive different
+        numbers of values, all ranks before it are forecast, too.
         """
         layout = self._task.recipe.layout
         stages = count_stages(layout.pp, layout.schedule)
@@ -260,6 +287,7 @@ class _RankForecaster:
         return list(forecasts.values())
 
     def _have_equal_input_counts(self) -> bool:
+        """Return True if all stages but the first receive equal numbers of values, in every known split."""
         return all(len({len(slots) for slots in each.slots[1:]}) == 1 for each in self._known_boundaries.values())
 
     def _forecast_rank(self, rank: int) -> Flow[RankForecast]:
@@ -271,7 +299,10 @@ class _RankForecaster:
         return forecast
 
     def _task_indices(self, rank: int) -> list[int]:
-        """Return the tasks that run for a pipeline rank: the whole one, or the short ones."""
+        """Return the indices of the tasks that run for a pipeline rank: [0], or those of the short tasks.
+
+        The short tasks are the smallest, those of the axes that have layers of this rank, and the one that validates.
+        """
         short_tasks = self._short_tasks
         axes = short_tasks.axes_of_rank(rank) if short_tasks is not None else []
         if short_tasks is None or not axes:
@@ -279,6 +310,7 @@ class _RankForecaster:
         return [1, *(2 + axis for axis in axes), *range(2 + len(short_tasks.plan.axes), 1 + len(short_tasks.tasks))]
 
     def _forecast_from_short_models(self, rank: int) -> Flow[RankForecast | None]:
+        """Return the extrapolated forecast of a pipeline rank; None if the short models do not agree."""
         short_tasks = self._short_tasks
         assert short_tasks is not None
         indices = self._task_indices(rank)

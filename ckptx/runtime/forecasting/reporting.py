@@ -134,7 +134,7 @@ def build_search_report(
     Args:
         space: Search that was run.
         result: Its result.
-        other: The step in the precision of `with_other_precision`, and its peak in bytes; None for none.
+        other: A step in the precision of `with_other_precision`, and its peak in bytes; None for none.
     """
     task, mesh_results = space.task, result.mesh_results
     best = [each.best for each in mesh_results if each.best is not None]
@@ -261,10 +261,10 @@ def list_assumptions(
     Args:
         task: Step that was forecast.
         tp: Number of TP ranks; None for a search of several.
-        missing: Kinds of input that the model has a tower for, but the step lacks.
+        missing: Kinds of input ("images", ...) that the model has a tower for, but the step lacks.
         is_extrapolated: True if repeated layers were extrapolated.
         has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary under TP.
-        keeps_gathered: True if there is a mesh with pipeline ranks and FSDP2.
+        keeps_gathered: True if a mesh has more than one pipeline rank and more than one FSDP2 rank.
     """
     loss = {
         "sharded": "the loss is computed in float32"

@@ -1,4 +1,4 @@
-"""One step of a training run on one rank, on tensors that have shapes and sizes but no values (`ShapeTensors`)."""
+"""Run one training step on one rank, on tensors that have shapes and sizes but no values (`ShapeTensors`)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class BoundaryCache:
 
     Attributes:
         stage_boundaries: Boundaries between pipeline stages; None until they are found.
-        input_slots: For each stage, the shape and dtype of each value that it receives from the previous stage; None
-            for a value that is not a tensor.
+        input_slots: Inputs of the stages whose previous stage has run; see `StageInputSlots`.
     """
 
     stage_boundaries: StageBoundaries | None = None
@@ -76,12 +75,12 @@ class RankForecast:
         architecture: Name of the model class.
         parameter_count: Number of parameters of the whole model.
         missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
-        stages: Numbers of its pipeline stages; (0,) without a pipeline.
+        stages: Numbers of the pipeline stages of this rank; (0,) without a pipeline.
         timeline: Memory over the step.
-        op_counts_by_pass: Operations and communication of each pass, by part of the step and number of the pass.
-        checkpointed_layers: Number of layers that recompute activations.
-        input_bytes: Bytes of the inputs of a microbatch.
-        omitted_layers: Number of repeated layers that were extrapolated from those that ran.
+        op_counts_by_pass: (name of the phase, index of the pass) -> operations and communication; see `StepPhase`.
+        checkpointed_layers: Number of layers of this rank that recompute activations.
+        input_bytes: Bytes of the inputs and labels of a microbatch.
+        omitted_layers: Number of layers of this rank that did not run, but were extrapolated from those that ran.
         gathered_modules: Name patterns of the modules whose TP shards are gathered around their forward pass.
         has_sharded_logits: True if the output head keeps its logits sharded over the vocabulary.
         has_sharded_parameters: True if TP shards a parameter.
@@ -107,7 +106,7 @@ class RankForecast:
 
     @property
     def op_counts(self) -> OpCounts:
-        """Operations and communication of the whole step."""
+        """Operations and communication of the whole step: a new object, which the caller may change."""
         return sum_op_counts(self.op_counts_by_pass.values())
 
 
@@ -132,7 +131,8 @@ def run_rank_tasks(
 ) -> list[tuple[RankForecast, BoundaryCache]]:
     """Return what `run_rank` returns, for several tasks with the same mesh, which run one after another.
 
-    They share a process group and a mesh, so that DTensor determines the sharding of results only once.
+    The tasks share a process group and a mesh, so that DTensor determines the sharding of each operation's result only
+    once.
     """
     with _fake_rank(tasks[0][0], pipeline_rank) as rank_context:
         return [(_run_task(task, rank_context, cache), cache) for task, cache in tasks]
@@ -173,9 +173,10 @@ def _run_task(task: ForecastTask, rank_context: RankContext, cache: BoundaryCach
 
 
 def find_task_boundaries(task: ForecastTask) -> StageBoundaries | None:
-    """Return the stage boundaries of a task; None without a pipeline.
+    """Return the stage boundaries of a task.
 
-    Also None if they cannot be found: then `run_rank` raises the reason.
+    Returns:
+        None without a pipeline, or if the boundaries cannot be found: then `run_rank` raises the reason.
     """
     cache = BoundaryCache()
     try:
@@ -187,7 +188,7 @@ def find_task_boundaries(task: ForecastTask) -> StageBoundaries | None:
 
 
 def find_sent_shapes(task: ForecastTask, stage_count: int, stage_index: int, cache: BoundaryCache) -> BoundaryCache:
-    """Record the shapes that a stage sends if each has a rank of its own, and return the updated cache.
+    """Record the shapes that a stage sends if each stage has a rank of its own, and return the updated cache.
 
     Args:
         task: Step to run.
@@ -253,15 +254,15 @@ def _run_step(
     op_counter: OpCounter,
     input_slots: StageInputSlots,
 ) -> tuple[int, int]:
-    """Run one step; return the numbers of its first event and of the first event after it.
+    """Run one step; return the index of its first event in `ledger.events`, and the index after its last.
 
-    One-time work comes before: the optimizer creates its state, and a pipeline its communication buffers.
+    One-time work runs before the step: the optimizer creates its state, and a pipeline its communication buffers.
     """
     for model in rank_model.models:
         allocate_storage(model, torch.device("cpu"))
         for name, buffer in model.named_buffers():
             ledger.label([buffer], PARAMETERS, canonical_name(name))
-    # The names on this stage: a tied output head on the last one is not the embedding, which is on the first.
+    # Names on this rank, not in the whole model: a tied output head on the last stage is named lm_head.
     names: dict[Tensor, str] = {}
     for model in rank_model.models:
         names |= {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
@@ -285,8 +286,8 @@ def _create_optimizer_state(
 ) -> None:
     """Create the optimizer state as the first step does.
 
-    State is created for all parameters. When the step updates them, state of a parameter without a gradient gets size 0
-    in the ledger, as a real optimizer creates none.
+    Here state is created for all trained parameters. In the step, the state of a parameter without a gradient gets size
+    0 in the ledger, because a real optimizer creates none for it.
 
     Args:
         optimizer: Optimizer of the step.

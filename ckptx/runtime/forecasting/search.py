@@ -32,7 +32,7 @@ from ckptx.runtime.parallel.pipeline.schedules import find_schedule
 MODES = ("none", "selective", "submodule", "full")  # in ascending order of recomputation
 GPUS_PER_NODE = 8  # GPUs with a fast interconnect: TP stays within them
 _STEADY_MICROBATCHES = 4  # microbatches without a pipeline: the first, two identical ones, the last
-_EXTRA_PIPELINE_MICROBATCHES = 3  # microbatches of a pipeline beyond one for each of its ranks
+_EXTRA_PIPELINE_MICROBATCHES = 3  # with a pipeline, microbatches that run beyond one for each of its ranks
 _MAX_CONFIRMED = 3  # candidates that are forecast in full, until one of them fits
 
 _logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class FixedDims:
     """Dimensions that are not searched.
 
     Attributes:
-        tp: TP ranks; None to search, as for the others.
+        tp: TP ranks; None to search, as for the other dimensions that may be None.
         pp: Pipeline ranks.
         dp_shard: FSDP2 ranks.
-        dp_replicate: Replicas.
+        dp_replicate: Replicas; never searched.
         microbatches: Microbatches per step and data-parallel rank.
         mode: Mode of activation checkpointing.
     """
@@ -68,8 +68,8 @@ class Candidate:
         peak: Peak bytes of tensors, on the rank with the most.
         between_steps: Bytes between steps, on the rank with the most.
         flops: Floating-point operations of a step, on the rank with the most.
-        recomputed_flops: Those of `flops` that are recomputed.
-        sent_bytes: Bytes by collective, on the rank that sends most.
+        recomputed_flops: Part of `flops` that is recomputed, on the same rank.
+        sent_bytes: Kind of collective -> bytes in a step, on the rank that sends most.
         missing_inputs: Kinds of input that the model has a tower for, but the step lacks.
         is_fully_evaluated: True if every stage was forecast, and the extrapolation of layers was validated.
     """
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def sort_key(self) -> tuple[float, int, int]:
-        """Sort key, best first: least overhead in time, least communication, least memory."""
+        """Sort key, best first: (time relative to a step without recomputation and idle ranks, bytes sent, peak)."""
         useful = (1 - self.recomputed_flops / self.flops if self.flops else 1.0) * (1 - self.bubble_fraction)
         return round(1 / useful, 3), sum(self.sent_bytes.values()), self.peak
 
@@ -105,7 +105,7 @@ class SearchSpace:
     """Step, GPUs and fixed dimensions of a layout search.
 
     Attributes:
-        task: Step, in any layout.
+        task: Step, in any layout; its global batch is that of all layouts.
         gpus: Number of GPUs.
         memory: Memory per GPU, in bytes.
         fixed: Dimensions that are not searched.
@@ -126,9 +126,10 @@ class MeshResult:
     Attributes:
         dims: Mesh that was searched.
         best: Best candidate; None if none fits.
-        min_peak: Lowest peak in bytes of the candidates, or a lower bound if none was run.
-        smallest_task: Step with `min_peak`, if no candidate fits; None if that is a lower bound.
-        refusal_reason: Reason why the mesh is impossible; empty if it is not.
+        min_peak: Peak of `best` in bytes. If none fits, that of `smallest_task`, or a lower bound if no candidate was
+            run. 0 for an impossible mesh.
+        smallest_task: Candidate with the lowest peak if none fits; None if one fits or no candidate was run.
+        refusal_reason: Reason why the mesh is impossible; empty if it is possible.
         candidate_count: Number of candidates that were run.
     """
 
@@ -160,7 +161,7 @@ def search(space: SearchSpace, on_step: Callable[[str], None] = lambda _: None) 
 
     Args:
         space: Search to run.
-        on_step: Called with the text of each step, to show progress.
+        on_step: Called with a message on the current work, to show progress.
 
     Raises:
         UsageError: No mesh has the given dimensions.
@@ -171,7 +172,9 @@ def search(space: SearchSpace, on_step: Callable[[str], None] = lambda _: None) 
     model: Any = build_model(space.task.source, trust_remote_code=trust_remote_code)
     parameter_count = sum(each.numel() for each in model.parameters())
     mesh_groups: dict[tuple[int, int], list[ParallelDims]] = {}
-    for number, dims in enumerate(meshes):  # group meshes with equal pp, whose stages send the same
+    # Meshes with the same number of stages run in one process, so that stage boundaries are found once. Without a
+    # pipeline, each mesh is a group of its own.
+    for number, dims in enumerate(meshes):
         mesh_groups.setdefault((dims.pp, number if dims.pp == 1 else 0), []).append(dims)
     calls = [(space, each, parameter_count) for _, each in sorted(mesh_groups.items(), reverse=True)]
 
@@ -259,17 +262,17 @@ def confirm(result: MeshResult, memory: int) -> MeshResult:
 
 
 def forecast_other_precision(space: SearchSpace, result: SearchResult) -> tuple[ForecastTask, int] | None:
-    """Forecast the best layout in the other usual precision; if none fits, the one with the smallest peak.
+    """Forecast the best layout in the precision of `with_other_precision`; if none fits, that with the smallest peak.
 
     Returns:
         The step, and its peak in bytes: a lower bound if `result` has only lower bounds. None if no layout is
         supported.
     """
     best = result.mesh_results[0].best
-    too_large = [each for each in result.mesh_results if not each.refusal_reason]
-    if not too_large:
+    supported = [each for each in result.mesh_results if not each.refusal_reason]
+    if not supported:
         return None
-    smallest = min(too_large, key=lambda each: each.min_peak)
+    smallest = min(supported, key=lambda each: each.min_peak)
     task = smallest.smallest_task if best is None else best.task
     if task is None:
         other_task = with_other_precision(space.task)
@@ -279,6 +282,12 @@ def forecast_other_precision(space: SearchSpace, result: SearchResult) -> tuple[
 
 
 def _forecast_candidate(task: ForecastTask, **options: Any) -> Candidate:
+    """Forecast a task with few of its microbatches, or with all if they do not suffice to extrapolate.
+
+    Args:
+        task: Step with all microbatches.
+        options: Keyword arguments of `forecast_ranks`.
+    """
     microbatch_count = count_distinct_microbatches(task)
     ranks = forecast_ranks(with_microbatches(task, microbatch_count), **options)
     if microbatch_count < task.microbatches and not all(map(has_steady_passes, ranks)):
@@ -359,21 +368,21 @@ def with_microbatches(task: ForecastTask, count: int, size: int | None = None) -
 
 
 def count_distinct_microbatches(task: ForecastTask) -> int:
-    """Return the fewest microbatches that suffice to extrapolate to all of them.
+    """Return the smallest number of microbatches that suffices to extrapolate to all of them.
 
-    If they are fewer than all, they include two identical ones. They reach the peak apart
-    from the bytes that each microbatch keeps for the whole step.
+    If it is smaller than the number of all, two of these microbatches do the same work, and the step with them has the
+    peak of the whole step, except for the bytes that each microbatch keeps for the whole step.
     """
     if task.dims.pp > 1 and task.recipe.layout.schedule != "1f1b":
-        return task.microbatches  # the number in flight grows with them
+        return task.microbatches  # the more microbatches, the more are in flight at the peak
     sufficient = _STEADY_MICROBATCHES if task.dims.pp == 1 else task.dims.pp + _EXTRA_PIPELINE_MICROBATCHES
     return min(task.microbatches, sufficient)
 
 
 def min_peak_bytes(task: ForecastTask, parameter_count: int, dims: ParallelDims) -> int:
-    """Return a lower bound of the peak: evenly sharded parameters, and training state if none is frozen."""
+    """Return a lower bound of the peak in bytes: evenly sharded parameters, and training state if none is frozen."""
     element_bytes = 4 if task.recipe.model.dtype == "float32" else 2
-    copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)
+    copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)  # parameters and gradients, two moments of Adam
     if task.recipe.model.freeze:
         copies = 1
     return math.ceil(parameter_count / (dims.tp * dims.pp * dims.dp_shard)) * element_bytes * copies
@@ -388,7 +397,13 @@ def has_steady_passes(rank: RankForecast) -> bool:
 
 
 def make_candidate(task: ForecastTask, ranks: Sequence[RankForecast], extra_microbatches: int) -> Candidate:
-    """Combine the forecasts of ranks, adding `extra_microbatches` microbatches to those that ran."""
+    """Combine the forecasts of ranks.
+
+    Args:
+        task: Step with all microbatches.
+        ranks: Forecasts of its ranks with fewer microbatches.
+        extra_microbatches: Number of microbatches that did not run; each counts as the second one.
+    """
     count = task.microbatches - extra_microbatches  # microbatches that ran
     all_counts = []
     for rank in ranks:
@@ -410,7 +425,10 @@ def make_candidate(task: ForecastTask, ranks: Sequence[RankForecast], extra_micr
 
 
 def _bytes_per_microbatch(rank: RankForecast, count: int) -> int:
-    """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers."""
+    """Return the bytes that a microbatch keeps for the whole step: its inputs and its pipeline buffers.
+
+    `count` is the number of microbatches that ran.
+    """
     state_kinds = (PARAMETERS, OPTIMIZER, GRADIENTS)
     kept_bytes = sum(
         size for kind, size in zip(KINDS, rank.timeline.between_steps_by_kind, strict=True) if kind not in state_kinds

@@ -1,7 +1,8 @@
 """Derive the stage boundaries of a model with fewer layers from those of another one, without running either.
 
-What stages send each other is measured on small models, which takes seconds. If stages only send values to their first
-layers, as in most decoders, then other numbers of the same layers change nothing but the names of layers.
+The values that stages send each other are found by running small models, which takes seconds. If stages receive values
+only in their first layers, as in most decoders, a model with another number of the same layers has the same boundaries,
+except for the names of layers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def derive_boundaries(
 def _name_first_layers(
     stages: StageMap, source_layers: Mapping[str, Sequence[int]], layers: Mapping[str, Sequence[int]]
 ) -> list[dict[str, str]]:
-    """Return the names of the first layers of each stage: that in the source -> that in the other model."""
+    """Return, for each stage, the names of its first layer in each list: name in the source -> name in the other model.
+
+    Args:
+        stages: Stages of the whole model.
+        source_layers: Layers that remain in the source; see `ShorteningPlan.remaining_layers`.
+        layers: Layers that remain in the other model.
+    """
     names: list[dict[str, str]] = []
     for number in range(stages.count):
         firsts = [(path, first) for path, first, _ in stages.layers_of(number) if path in layers]
@@ -95,9 +102,10 @@ def _rename_structures(
             if structure is not None:
                 renamed[f"{path}.{index}"] = structure
     if any(_is_in_layer(name, source_layers) and name not in source_names for name in structures):
-        return None  # of a module inside a layer
+        return None  # a structure of a module inside a layer cannot be derived
     return renamed
 
 
 def _is_in_layer(module: str, layers: Mapping[str, Sequence[int]]) -> bool:
+    """Return True if a module is a layer of one of these lists, or inside one."""
     return any(module.startswith(f"{path}.") for path in layers)

@@ -50,13 +50,14 @@ class ShorteningPlan:
     Attributes:
         parameter_count: Number of parameters of the whole model.
         architecture: Name of the model class.
-        layer_counts: Number of layers of each list.
+        layer_counts: Path of a list of layers -> its number of layers.
         axes: Groups of repeats that are lengthened together; each has at most one repeat per pipeline rank.
         repeat_ranks: For each axis, the pipeline rank of each repeat.
         stages: Assignment of layers to stages; None without a pipeline.
         config: Config of the whole model, from `to_dict()`.
-        count_keys: For each list, the nested config and its key with the number of layers.
-        layer_descriptions: Descriptions of the layers of each list.
+        count_keys: Path of a list -> (nested config, as named by `iter_config_dicts`; its key with the number of
+            layers).
+        layer_descriptions: Path of a list -> descriptions of its layers; see `describe_layers`.
     """
 
     parameter_count: int
@@ -77,7 +78,7 @@ class ShorteningPlan:
         ]
 
     def remaining_layers(self, extra_periods: Sequence[int]) -> dict[str, list[int]]:
-        """Return the layers that remain of each list.
+        """Return path of a list -> numbers in the whole model of the layers that remain.
 
         Args:
             extra_periods: For each axis, the number of removable periods that stay.
@@ -93,7 +94,7 @@ class ShorteningPlan:
 
 
 def plan_shortening(task: ForecastTask, model_count: int) -> ShorteningPlan | None:
-    """Return the layers of a model that can be left out, or None if there are none.
+    """Return the layers of a model that can be left out, or None if there are none, or if this cannot be known.
 
     Args:
         task: Task with the whole model.
@@ -106,12 +107,14 @@ def plan_shortening(task: ForecastTask, model_count: int) -> ShorteningPlan | No
         return None  # its custom code may depend on the config
     tp_plan = task.recipe.layout.tp_plan
     if tp_plan is not None and any(part.isdecimal() for pattern in read_plan(tp_plan) for part in pattern.split(".")):
-        return None  # rules for single layers
+        return None  # the plan has rules for single layers, by their numbers in the whole model
     model = build_model(task.source, dtype=_model_dtype(task))
     config = {**model.config.to_dict(), "architectures": model.config.architectures}
     counts = {each.name: len(each.module) for each in iter_layer_lists(model)}
     count_keys = {
-        path: home for path, count in counts.items() if (home := _find_count_key(config, path, count)) is not None
+        path: count_key
+        for path, count in counts.items()
+        if (count_key := _find_count_key(config, path, count)) is not None
     }
     descriptions = {
         path: each
@@ -119,6 +122,7 @@ def plan_shortening(task: ForecastTask, model_count: int) -> ShorteningPlan | No
         if path in count_keys
     }
     layout = task.recipe.layout
+    # Path of a list -> (pipeline rank, first layer, end) of its part in each stage.
     stages, spans = None, {path: [(0, 0, len(each))] for path, each in descriptions.items()}
     if layout.pp > 1:
         schedule, stages = find_schedule(layout.schedule), assign_stages(model, task)
@@ -129,7 +133,7 @@ def plan_shortening(task: ForecastTask, model_count: int) -> ShorteningPlan | No
                 spans[path].append((schedule.rank_of(number, layout.pp), first, stop))
     axes: dict[tuple[str, int], list[tuple[RepeatedLayers, int]]] = {}
     for path, each in descriptions.items():
-        last_indices: dict[int, int] = {}
+        last_indices: dict[int, int] = {}  # pipeline rank -> index of its last repeat in this list
         for rank, first, stop in spans[path]:
             repeat = find_repeat(path, each, first, stop, model_count)
             if repeat is not None:
@@ -154,7 +158,7 @@ def assign_stages(model: nn.Module, task: ForecastTask) -> StageMap:
     """Return the pipeline stages of the model of a task.
 
     Raises:
-        UnsupportedError, UsageError: The model has no layers to split, or too few.
+        UnsupportedError, UsageError: The layers of the model are unknown, or too few for the stages.
     """
     config: Any = model.config
     config_dict = {**config.to_dict(), "architectures": config.architectures}
@@ -173,7 +177,7 @@ def assign_stages(model: nn.Module, task: ForecastTask) -> StageMap:
 def shorten(
     task: ForecastTask, plan: ShorteningPlan, extra_periods: Sequence[int], directory: Path
 ) -> ForecastTask | None:
-    """Return the task with a model of fewer layers, or None if no config builds it.
+    """Return the task with a model of fewer layers, or None if no config gives exactly the layers that remain.
 
     Args:
         task: Task with the whole model.
@@ -199,7 +203,7 @@ def shorten(
     if {path: descriptions.get(path) for path in expected} != expected:
         return None
     layout = task.recipe.layout
-    if plan.stages is not None:
+    if plan.stages is not None:  # keep each remaining layer on its stage
         counts = [
             sum(
                 first <= each < stop

@@ -1,5 +1,6 @@
-"""Run one step as `Trainer` does, on synthetic sequences and with any loss: a forecast runs it without storage, and
-its validation with real tensors.
+"""Run one step as `ckptx.runtime.training.trainer.Trainer` does, on synthetic sequences and with any loss.
+
+A forecast runs it without storage, and tests of forecasts with real tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StepSpec:
     Attributes:
         rank_model: Model, or its connected pipeline stages, with storage.
         task: Task of the step.
-        inputs: Inputs of one microbatch; all microbatches are equal.
+        inputs: Inputs of one microbatch; all microbatches have equal inputs.
         optimizer: Optimizer, or None if the task has none.
     """
 
@@ -46,7 +47,7 @@ class StepSpec:
         """Run forward and backward for every microbatch, gradient clipping, and the optimizer.
 
         Args:
-            ledger: Ledger in which tensors and phases are labeled; may be one that records nothing.
+            ledger: Ledger in which tensors and phases are labeled; one without recorded operations has no effect.
 
         Raises:
             UnsupportedError: The code of the model fails.
@@ -103,7 +104,7 @@ def make_step_batches(task: ForecastTask, inputs: Inputs) -> list[dict[str, Tens
     batch = dict(inputs.batch)
     if task.is_padded and "input_ids" in batch:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][:, -1] = 0
+        batch["attention_mask"][:, -1] = 0  # one token of padding, because a mask without padding may be ignored
     return [
         {name: each.to(dtype if each.is_floating_point() else each.dtype, copy=True) for name, each in given.items()}
         for given in [batch] * task.microbatches
@@ -111,7 +112,7 @@ def make_step_batches(task: ForecastTask, inputs: Inputs) -> list[dict[str, Tens
 
 
 def make_step_optimizer(task: ForecastTask, parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a task over the trained parameters, or None."""
+    """Return the optimizer of a task over the parameters that require gradients; None if the task has none."""
     block = task.recipe.optimizer
     trained = [each for each in parameters if each.requires_grad]
     if task.optimizer == "none":
@@ -122,6 +123,14 @@ def make_step_optimizer(task: ForecastTask, parameters: Sequence[Tensor]) -> tor
 
 
 def _compute_step_loss(logits: Tensor, labels: Tensor, num_items: Tensor, kind: Loss) -> Tensor:
+    """Return the loss of a microbatch.
+
+    Args:
+        logits: Logits of the last stage, or hidden states of a class without an output head.
+        labels: Labels, (batch size, sequence length).
+        num_items: Divisor from `loss_divisor`.
+        kind: See `ForecastTask.loss`.
+    """
     if kind == "none":
         return (logits.to_local() if isinstance(logits, DTensor) else logits).sum()
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:  # hidden states of a class without a head

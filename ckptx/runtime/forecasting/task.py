@@ -15,7 +15,7 @@ from ckptx.layout.stages import FORMER_SPLITS, SPLIT_RULES
 from ckptx.options.forecast import ForecastOptions, Loss, OptimizerName, SearchOptions
 from ckptx.runtime.training.recipe import LayoutBlock, ModelBlock, OptimizerBlock, Recipe, TrainingBlock
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # value of an option -> name in torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,14 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
     Args:
         source: Directory of the config.json.
         options: Options of the command.
-        stages: Number of pipeline stages.
+        stages: Number of pipeline stages; with a pipeline, also the default number of microbatches.
 
     Raises:
         UsageError: An option has an invalid value.
     """
     is_search = isinstance(options, SearchOptions)
     dims = ParallelDims() if is_search else options.dims
-    recomputed = "none" if is_search else options.checkpointing_mode
+    checkpointing_mode = "none" if is_search else options.checkpointing_mode
     schedule, pp_split, ac_scope, tp_plan = "1f1b", "even", "all", None
     if isinstance(options, ForecastOptions):
         schedule, pp_split, ac_scope = options.schedule, options.pp_split, options.ac_scope
@@ -122,7 +122,7 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
             optimizer=OptimizerBlock(),
             layout=LayoutBlock(
                 tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, dp_replicate=dims.dp_replicate, pp_split=pp_split,
-                tp_plan=tp_plan, schedule=schedule, activation_checkpointing=cast(Any, recomputed),
+                tp_plan=tp_plan, schedule=schedule, activation_checkpointing=cast(Any, checkpointing_mode),
                 ac_scope=cast(Any, ac_scope), param_dtype=cast(Any, DTYPES.get(param_dtype or "")),
                 reduce_dtype=cast(Any, DTYPES.get(options.reduce_dtype or "")),
             ),
@@ -132,10 +132,11 @@ def task_from_options(source: Path, options: ForecastOptions | SearchOptions, st
 
 
 def with_other_precision(task: ForecastTask) -> ForecastTask:
-    """Return the same step in mixed precision, for a step without it.
+    """Return the same step in mixed precision, for a step that is not in mixed precision.
 
-    It is the mixed precision with which torchtitan trains by default: float32 parameters and optimizer state, which are
-    gathered in bfloat16 (or the low-precision dtype of the task), and gradients that are reduced in float32.
+    It is the mixed precision with which torchtitan trains by default: float32 parameters, which are gathered in
+    bfloat16 (or the low-precision dtype of the task), float32 optimizer state, and gradients that are reduced in
+    float32.
     """
     low = task.recipe.model.dtype if task.recipe.model.dtype != "float32" else "bfloat16"
     recipe = task.recipe
@@ -148,7 +149,7 @@ def stored_dtype(source: Path) -> str:
     """Return the dtype that a config declares for its parameters; float32 if it declares none.
 
     Raises:
-        UsageError: It declares an unsupported dtype.
+        UsageError: The config declares an unsupported dtype.
     """
     config = read_json(source / "config.json")
     configs = (config, *(each for each in config.values() if isinstance(each, dict)))

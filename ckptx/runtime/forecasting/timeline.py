@@ -26,7 +26,7 @@ class LayerKey:
 
     Attributes:
         stack: Path of the list that contains the layer; "" outside layers.
-        index: Number of the layer in its list.
+        index: Number of the layer in its list, from 0.
     """
 
     stack: str = ""
@@ -35,16 +35,16 @@ class LayerKey:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive operations of one layer, or outside layers, in one part of a step.
+    """Consecutive operations of one layer, or outside layers, in one phase of a step.
 
     Attributes:
-        phase: forward, backward, clipping or optimizer.
-        pass_index: Number of the forward or backward pass.
+        phase: Name of the phase; see `StepPhase`.
+        pass_index: Index of the pass; see `StepPhase`.
         layer: Layer that runs; `LayerKey()` outside layers.
-        peak_by_kind: Bytes of each kind at the largest sum.
+        peak_by_kind: Bytes of each kind when their sum was largest.
         end_by_kind: Bytes of each kind at the end.
-        peak_storage: Storage whose allocation reached the largest sum; None if the sum never rose.
-        largest_storages: Largest storages alive at that time, in descending order.
+        peak_storage: Storage whose allocation reached the largest sum; None if the sum was largest at the start.
+        largest_storages: Largest storages alive at that time, in descending order; empty if `peak_storage` is None.
     """
 
     phase: str
@@ -91,7 +91,7 @@ def classify_storage(lifetime: StorageLifetime) -> str:
 
 
 def make_layer_keys(layers: Iterable[str]) -> dict[str, LayerKey]:
-    """Return the key of each layer, by its name."""
+    """Return name of a layer -> its key; a layer whose name ends with no number is a stack of its own."""
     keys = {}
     for name in layers:
         stack, _, index = name.rpartition(".")
@@ -103,12 +103,12 @@ def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[
     """Return the memory of a step.
 
     Args:
-        events: Events of a ledger.
+        events: Events of a ledger from its beginning to the end of the step.
         begin: Index of the first event of the step; earlier allocations may still be alive.
-        layers: Names of all layers.
+        layers: Names of all layers on this rank.
     """
     layer_keys = make_layer_keys(layers)
-    index = {kind: number for number, kind in enumerate(KINDS)}
+    index_of_kind = {kind: number for number, kind in enumerate(KINDS)}
     current_bytes = [0] * len(KINDS)
     segments: list[Segment] = []
     keys_by_module: dict[str, LayerKey] = {}
@@ -124,7 +124,7 @@ def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[
     peak_by_kind: BytesByKind = ()
     peak_storage: StorageLifetime | None = None
     for number, (lifetime, is_alloc) in enumerate(events):
-        kind = index[classify_storage(lifetime)]
+        kind = index_of_kind[classify_storage(lifetime)]
         if number >= begin:
             phase = lifetime.alloc_phase if is_alloc else lifetime.free_phase
             assert phase is not None
@@ -142,7 +142,7 @@ def build_timeline(events: Sequence[StorageEvent], begin: int, layers: Iterable[
 
 
 def make_timeline(segments: Sequence[Segment], between_steps_by_kind: BytesByKind) -> MemoryTimeline:
-    """Return the timeline of some segments."""
+    """Return the timeline of a step with these segments, at least one."""
     return MemoryTimeline(
         tuple(segments), max(segments, key=lambda each: sum(each.peak_by_kind)), between_steps_by_kind
     )
