@@ -359,7 +359,7 @@ class Trainer:
         return total
 
     def _reports_metrics(self) -> bool:
-        """Return True if this rank reports for its data-parallel rank: TP rank 0 with the last stage, as it has losses."""
+        """Return True if this rank reports for its data-parallel rank: the one with TP rank 0 and the last stage."""
         mesh, plan = self.rank_model.mesh, self.rank_model.pipeline_plan
         has_loss = plan is None or plan.stages.count - 1 in self.rank_model.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
