@@ -79,7 +79,8 @@ class OpCounter:
     ) -> None:
         """Count an operation that `ShapeTensors` reports, in the phase that `get_phase` returns.
 
-        `get_phase` is called only for operations that count. See `StorageLedger.record_operation` for the others.
+        `get_phase` is called only for operations that count. The other arguments are those of
+        `StorageLedger.record_operation`.
         """
         count_flops, collective = _find_counters(func)
         flops = 0 if count_flops is None else int(count_flops(*args, **kwargs, out_val=out))

@@ -262,7 +262,7 @@ def _run_step(
         allocate_storage(model, torch.device("cpu"))
         for name, buffer in model.named_buffers():
             ledger.label([buffer], PARAMETERS, canonical_name(name))
-    # Names on this rank, not in the whole model: a tied output head on the last stage is named lm_head.
+    # Names on this rank, not in the whole model: a tied output head on the last stage is not named like the embedding.
     names: dict[Tensor, str] = {}
     for model in rank_model.models:
         names |= {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
