@@ -190,7 +190,7 @@ def build_on_meta(
     Args:
         cls: Class of the model.
         config: Config of the model.
-        dtype: Dtype of the parameters, all of them; `build_model` then keeps some in float32.
+        dtype: Dtype of the parameters; `build_model` then converts some of them to float32.
         attn_implementation: See `build_model`.
     """
     # sdpa is the default of transformers. A tower without sdpa falls back to eager only if sdpa is not requested.

@@ -17,7 +17,7 @@ from ckptx.architecture.correction_types import LayersCorrection, filter_by_clas
 from ckptx.architecture.corrections import corrections_of_class
 from ckptx.errors import UnsupportedError
 
-# Groups of layer lists, by what the layers process. The decoder of text is "language", and so are both stacks of a text
+# Groups of layer lists, by what the layers process. A text decoder is "language", and so are both stacks of an
 # encoder-decoder.
 LAYER_GROUPS = ("language", "vision", "audio")
 
