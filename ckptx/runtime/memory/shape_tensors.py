@@ -55,7 +55,7 @@ _INDEXING_OPS = (
     torch.ops.aten.index_put_,
     torch.ops.aten._unsafe_index,
 )
-# The result is an argument itself, which no schema states.
+# Operations whose result is an argument itself, although their schemas do not state this.
 _ARGUMENT_RETURNING_OPS = _overloads_of_packets(torch.ops._c10d_functional.wait_tensor)
 # Views of one tensor: their kernels are the same for all devices and only compute a shape.
 _VIEW_OPS = _aten_overloads(
