@@ -186,7 +186,7 @@ class Encoder:
     def _make_synthetic_image(self, image: Any) -> MultimodalInput:
         """Return the tokens of an image, and random pixels in a shape that the class takes, seeded by the image.
 
-        This replaces the processor that a checkpoint with random weights does not have.
+        This replaces a processor if the checkpoint has none, such as one with random weights.
         """
         image_seed = int.from_bytes(blake2b(_bytes_of(image), digest_size=7).digest(), "little")
         insert = make_inserts(self._values, _BATCH_SIZE, torch.Generator().manual_seed(image_seed)).get("images")

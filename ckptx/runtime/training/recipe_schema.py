@@ -79,7 +79,7 @@ def unknown_name_error(name: str, known: Collection[str], subject: str, advice: 
     Args:
         name: The unknown name.
         known: All valid names.
-        subject: Begin of the message, which includes the name.
+        subject: Beginning of the message, which includes the name.
         advice: Next step if no valid name is similar; empty to list all valid names.
     """
     close_names = difflib.get_close_matches(str(name), known, 1, 0.6)
