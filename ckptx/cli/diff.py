@@ -12,7 +12,7 @@ def command(call: CommandCall) -> int:
 
     The command reads headers only, except for tied weights that are stored twice: it compares three samples of 64 KiB.
     It does not compare other contents; verify does. A tied weight that one checkpoint stores under one name and the
-    other under two is listed, and is no difference.
+    other under two is listed, but does not count as a difference.
     """
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text

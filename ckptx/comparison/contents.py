@@ -109,8 +109,8 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         log.note(f"{records} without a CRC-32: their bytes could not be checked")
     overflows = comparison.overflow_counts.overflows
     if overflows:
-        numbers, where = counted(sum(overflows.values()), "number"), first_of(list(overflows))
-        log.note(f"--dtype {dtype}: {numbers} of the reference became infinite in the cast ({where})")
+        values, where = counted(sum(overflows.values()), "value"), first_of(list(overflows))
+        log.note(f"--dtype {dtype}: {values} of the reference became infinite in the cast ({where})")
     if any(difference["what"] == "missing" for difference in differences):
         log.note(*note_on_unknown_ties(a_view, b_view))
     note = _note_on_dtypes(differences, a_common, b_common, ties, dtype)

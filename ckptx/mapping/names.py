@@ -63,7 +63,8 @@ class UnwrappedNames(NamedTuple):
         """Return `counts` without some of the old names."""
         counts = Counter(self.counts)
         for name in others:
-            short_name = self.names.get(name, name)
+            kept_name = self.duplicates.get(name, name)
+            short_name = self.names.get(kept_name, kept_name)
             if short_name != name:
                 counts.subtract(_removed_components(name, short_name))
         return {wrapper: count for wrapper, count in counts.items() if count}

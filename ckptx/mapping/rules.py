@@ -562,7 +562,7 @@ def group_by_run(
             columns = runs[destination.run_key] = [{} for _ in conversions[destination.conversion].sources]
         other = columns[destination.pattern_index].setdefault(destination.list_index, name)
         if other != name:
-            raise InputError(f'tensors "{other}" and "{name}": are two names of one tensor; remove one of them')
+            raise InputError(f'tensors "{other}" and "{name}" are two names of one tensor; remove one of them')
     return runs
 
 

@@ -29,7 +29,8 @@ def from_json(text: str, table: type[T]) -> T:
     unknown = sorted(document["options"].keys() - settings_of(table).keys())
     if document["command"] != table.command or unknown:
         raise InternalError(
-            f"options of {document['command']} with unknown names {unknown}, required those of {table.command}"
+            f"document of options of {document['command']} (unknown: {unknown or 'none'}); those of {table.command} "
+            "are required"
         )
     return table(**document["options"])
 

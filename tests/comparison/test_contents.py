@@ -229,7 +229,7 @@ def test_numbers_that_a_cast_makes_infinite_are_noted(
     else:
         (note,) = notes
         total = sum(infinite.values())
-        assert note.startswith(f"--dtype fp16: {total} number{'s' * (total > 1)} of the reference")
+        assert note.startswith(f"--dtype fp16: {total} value{'s' * (total > 1)} of the reference")
         assert note.endswith(f"({first_of(list(infinite))})")
 
 

@@ -44,6 +44,12 @@ def test_wrappers_are_counted() -> None:
     assert strip_wrappers(["module.a", "module._orig_mod.b", "c"]).counts == {"module": 2, "_orig_mod": 1}
 
 
+def test_wrappers_of_a_tensor_that_is_stored_twice_are_counted_without_it() -> None:
+    stripped = strip_wrappers(["optim._orig_mod.x", "optim.x", "_orig_mod.a"])
+    assert stripped.counts == {"_orig_mod": 2}
+    assert stripped.count_without(["optim._orig_mod.x", "optim.x"]) == {"_orig_mod": 1}
+
+
 def test_a_component_that_the_architecture_has_is_no_wrapper() -> None:
     assert strip_wrappers(["vision.module.0.w"], frozenset({"vision.module.*.w"})).counts == {}
 

@@ -90,9 +90,10 @@ class OpCounter:
             counts.flops += flops
             counts.recomputed_flops += flops if phase.is_recompute else 0
         elif collective is not None:
-            input_bytes = sum(each.nbytes for each in iter_tensors(args, kwargs))
-            output_bytes = sum(each.nbytes for each in iter_tensors((out,), {}))
-            nbytes = max(input_bytes, output_bytes) if func.namespace == "_c10d_functional" else input_bytes
+            # The output may be an argument, too. The larger one is the input of a reduction, or the output of a gather.
+            nbytes = max(
+                sum(tensor.nbytes for tensor in iter_tensors((value,), {})) for value in (*args, *kwargs.values(), out)
+            )
             self._op_counts_in_phase(get_phase()).sent_bytes[collective] += nbytes
 
     def _op_counts_in_phase(self, phase: StepPhase) -> OpCounts:

@@ -312,7 +312,9 @@ def list_assumptions(
             "FSDP2 reduces gradients after the last microbatch; until then they are not sharded over the FSDP ranks"
         )
     if is_extrapolated:
-        assumptions.append("repeated layers were extrapolated from three small models that agree")
-    if missing and not task.images:
-        assumptions.append(f"text only: the inputs have nothing for the {' and '.join(missing)} tower; see --images")
+        assumptions.append("repeated layers were extrapolated from models with fewer layers that agree")
+    absent = [kind for kind in missing if kind != "images" or not task.images]
+    if absent:
+        advice = "; see --images" if "images" in absent else ""
+        assumptions.append(f"no {' and '.join(absent)} in the input, so that their towers are not called{advice}")
     return assumptions

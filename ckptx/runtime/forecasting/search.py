@@ -219,7 +219,9 @@ def _search_mesh(
     counts = list(possible_microbatches(task, dims, fixed))
     if not counts:
         return MeshResult(
-            dims, refusal_reason="the batch of a data-parallel rank is smaller than one microbatch per pipeline rank"
+            dims,
+            refusal_reason="the batch of a data-parallel rank cannot be divided into at least one microbatch per "
+            "pipeline rank, each of 1, 2, 4, ... sequences",
         )
     smallest: Candidate | None = None
     candidate_count = 0

@@ -23,7 +23,7 @@ from ckptx.architecture.configs import remote_reference
 from ckptx.architecture.introspection.meta_model import find_class
 from ckptx.architecture.lookup import find_architecture
 from ckptx.catalog.object_ids import ObjectIds
-from ckptx.errors import InputError, UnsupportedError, missing_package
+from ckptx.errors import CkptxError, InputError, UnsupportedError, missing_package
 from ckptx.formats.hf.reader import read_json
 from ckptx.mapping.config_edits import dequantization_edits
 from ckptx.runtime.model.layers import canonical_name
@@ -130,13 +130,13 @@ def translate_build_errors(name: str, config_dir: Path) -> Iterator[None]:
 
     Raises:
         EnvironmentProblem: A package that the class requires is missing.
-        UnsupportedError: The block raised any other exception.
+        UnsupportedError: The block raised any other exception that is not one of ckptx.
     """
     try:
         yield
     except ImportError as error:
         raise missing_package(f"{name}: building it", error) from error
-    except UnsupportedError:
+    except CkptxError:
         raise
     except Exception as error:  # a config or a model class may raise anything
         first, *more = str(error).splitlines() or [""]

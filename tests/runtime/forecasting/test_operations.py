@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 
 from ckptx.options.forecast import ForecastOptions
 from ckptx.processes.fork import run_in_child
+from ckptx.runtime.forecasting.counting import OpCounter, sum_op_counts
 from ckptx.runtime.forecasting.fake_process_group import fake_process_group
 from ckptx.runtime.forecasting.ranks import forecast_ranks
 from ckptx.runtime.forecasting.run import RankForecast
 from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.forecasting.timeline import classify_storage
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
-from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, PIPELINE_P2P, StorageLedger
+from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, PIPELINE_P2P, StepPhase, StorageLedger
 from tests.support.measured_steps import SEQ, forecast_in_this_process, task_of, write_config
 
 _LARGE = (1024, 2048)
@@ -206,3 +209,62 @@ def test_a_tied_head_on_the_last_stage_has_its_own_name(tmp_path: Path) -> None:
     names = [{each.parameter for each in rank.timeline.peak_segment.largest_storages} for rank in (first, last)]
     assert "model.embed_tokens.weight" in names[0] and "lm_head.weight" not in names[0]
     assert "lm_head.weight" in names[1] and "model.embed_tokens.weight" not in names[1]
+
+
+def gather(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.all_gather_into_tensor(large, small)
+
+
+def gather_list(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.all_gather([*large.chunk(4)], small)
+
+
+def reduce_scatter(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(small, large)
+
+
+def functional_gather(small: torch.Tensor, large: torch.Tensor) -> None:
+    functional_collectives.all_gather_tensor(small, 0, dist.group.WORLD)
+
+
+def functional_scatter(small: torch.Tensor, large: torch.Tensor) -> None:
+    functional_collectives.reduce_scatter_tensor(large, "sum", 0, dist.group.WORLD)
+
+
+def reduce(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.all_reduce(large)
+
+
+def broadcast(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.broadcast(large, 0)
+
+
+def exchange(small: torch.Tensor, large: torch.Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(large), large)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (gather, "all-gather"), (gather_list, "all-gather"), (functional_gather, "all-gather"),
+        (reduce_scatter, "reduce-scatter"), (functional_scatter, "reduce-scatter"), (reduce, "all-reduce"),
+        (broadcast, "broadcast"), (exchange, "all-to-all"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)  # fmt: skip
+def test_the_bytes_of_a_collective_are_those_of_its_larger_tensor(
+    run: Callable[[torch.Tensor, torch.Tensor], None], kind: str
+) -> None:
+    """Each rank of four has 400 bytes, and all of them together 1,600; the output may be an argument."""
+    assert run_in_child(sent_bytes_of, run) == {kind: 1600}
+
+
+def sent_bytes_of(run: Callable[[torch.Tensor, torch.Tensor], None]) -> dict[str, int]:
+    counter = OpCounter()
+
+    def record(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        counter.record_operation(lambda: StepPhase("forward", 0, is_recompute=False, module=""), func, args, kwargs, out)
+
+    with fake_process_group(0, 4), ShapeTensors(record):
+        run(torch.empty(100), torch.empty(400))
+    return dict(sum_op_counts(counter.op_counts_by_pass.values()).sent_bytes)

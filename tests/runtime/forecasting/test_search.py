@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,25 @@ def test_assumptions_name_unreduced_gradients_only_where_they_exist(
     options = ForecastOptions(source, batch=4, seq=64, microbatches=microbatches, dp_shard=dp_shard)
     text = "\n".join(list_assumptions(task_from_options(source, options, 1), 1, (), False))
     assert ("after the last microbatch" in text) is is_named
+
+
+@pytest.mark.parametrize(
+    ("images", "missing", "line"),
+    [
+        (0, ("images",), "no images in the input, so that their towers are not called; see --images"),
+        (0, ("audio",), "no audio in the input, so that their towers are not called"),
+        (2, ("images", "audio"), "no audio in the input, so that their towers are not called"),
+        (2, ("images",), None),
+        (0, (), None),
+    ],
+)
+def test_assumptions_name_the_inputs_that_are_missing(
+    source: Path, images: int, missing: tuple[str, ...], line: str | None
+) -> None:
+    task = replace(step(source, 8), images=images)
+    assert [each for each in list_assumptions(task, 1, missing, False) if "towers" in each] == [line] * (
+        line is not None
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what is looked at

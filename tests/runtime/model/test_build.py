@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from ckptx.errors import InputError, UnsupportedError
+from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.runtime.checkpointing.reading import open_source
-from ckptx.runtime.model.build import build_model, materialize
+from ckptx.runtime.model.build import build_model, materialize, translate_build_errors
 from tests.support.load_ranks import load_with_transformers
 from tests.support.models import EVERY, write
 from tests.support.slow import slow_but
@@ -252,3 +252,14 @@ def test_a_config_that_cannot_be_built_is_refused(
     (llama / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(error, match=words):
         build_model(llama)
+
+
+def test_an_error_of_ckptx_keeps_its_exit_code(tmp_path: Path) -> None:
+    """A change of the config that the user asked for, and that the model has no setting for, is a usage error."""
+    with pytest.raises(UsageError, match="no such setting"), translate_build_errors("LlamaForCausalLM", tmp_path):
+        raise UsageError("no such setting")
+    with (
+        pytest.raises(UnsupportedError, match="ValueError: odd"),
+        translate_build_errors("A", tmp_path),
+    ):
+        raise ValueError("odd")
