@@ -14,9 +14,10 @@ ShardedTensor = tuple[TensorEntry, int, tuple[Block, ...]]
 def group_by_stage(
     tensors: Iterable[ShardedTensor], dims: ParallelDims
 ) -> list[list[tuple[TensorEntry, tuple[Block, ...]]]]:
-    """Group tensors and their blocks by stage, in the order given.
+    """Return, for each of the `dims.pp` stages, its tensors with their blocks, in the order given.
 
-    Equal blocks become one object, so that values derived from them are computed once per distinct sharding.
+    Equal tuples of blocks become one object, so that values derived from them can be cached by `id` and are computed
+    once per distinct sharding.
     """
     stages: list[list[tuple[TensorEntry, tuple[Block, ...]]]] = [[] for _ in range(dims.pp)]
     unique_blocks: dict[tuple[Block, ...], tuple[Block, ...]] = {}

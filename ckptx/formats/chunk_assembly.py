@@ -17,7 +17,8 @@ from ckptx.untrusted.hash_keys import HashFlood, UniqueTuples, identity_key, sal
 class RegionCache:
     """Cache of one object per distinct region.
 
-    Regions repeat. `CoverageCheck` compares them by identity, and dicts with `salted_key` need them, see `hash_keys`.
+    Many tensors have equal regions. `CoverageCheck` compares regions by identity, and `salted_key` requires regions
+    from such a cache, see `hash_keys`.
     """
 
     def __init__(self) -> None:
@@ -45,13 +46,17 @@ class RegionCache:
 
 
 class CoverageCheck:
-    """Checks that chunks tile their tensor; each distinct sharding is checked only once."""
+    """Checks that chunks tile their tensor; each distinct sharding is checked only once.
+
+    Shardings are compared by the `id` of their regions, so all regions must come from one `RegionCache`, which must
+    outlive this object.
+    """
 
     def __init__(self) -> None:
         self._covered: set[tuple[bytes, Shape]] = set()
 
     def fault(self, shape: Shape, chunks: Iterable[Chunk]) -> CoverageFault | None:
-        """Return the first reason why chunks do not tile a shape, or None; their regions come from one cache."""
+        """Return the first reason why chunks do not tile a shape; None if they do."""
         regions = [chunk.region for chunk in chunks]
         key = identity_key(regions), shape
         if key in self._covered:
@@ -63,7 +68,7 @@ class CoverageCheck:
 
 
 def split_replicas(chunks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the first chunk of each region, and the remaining ones; the regions come from one cache."""
+    """Return the first chunk of each region, and all other chunks; the regions must come from one `RegionCache`."""
     first: dict[tuple[int, Region], Chunk] = {}
     replicas = []
     for chunk in chunks:
@@ -73,7 +78,10 @@ def split_replicas(chunks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Ch
 
 
 def replicas_with_chunks(catalog: Catalog) -> Iterator[tuple[TensorEntry, Chunk, Chunk]]:
-    """Yield tensor, chunk and replica for each replica in a catalog; the regions come from one cache."""
+    """Yield (tensor, chunk, replica) for each replica in a catalog; the chunk is the one with the same region.
+
+    Regions that were read from a file must come from one `RegionCache`, see `salted_key`.
+    """
     for entry in catalog.tensors.values():
         if entry.replicas:
             chunks = {salted_key(chunk.region): chunk for chunk in entry.chunks}

@@ -15,8 +15,8 @@ class LocatedCheckpoint(NamedTuple):
     Attributes:
         source: The directory.
         kind: Name of its `FormatTraits`, see `Catalog.format`.
-        weights: Names of the weight files or of an index; for "dcp" and "sharded" directories: ".", or the two of a DCP
-            in two parts.
+        weights: Names of the weight files, or of an index. (".",) for "dcp" and "sharded", which consist of all files
+            of the directory; the names of the model and of the optimizer directory for a DCP that is stored in two.
     """
 
     source: Source
@@ -32,9 +32,9 @@ class LocatedCheckpoint(NamedTuple):
 Detect = Callable[[Source, ShapeReader], "LocatedCheckpoint | None"]
 """Function that finds a checkpoint of one format in a directory.
 
-The names in `source.listing()` decide; a header is read only if two formats share them. The second argument reads the
-shapes in sibling files and directories, to detect that one is only a part of a checkpoint.
+The names in `source.listing()` decide; a header is read only if two formats share these names. The second argument
+reads the shapes in a sibling file or directory, to detect that a file is only one rank's part of a checkpoint.
 
-Returns None for a directory without a checkpoint of the format, and raises InputError or UnsupportedError for one with
-several checkpoints, or with a part of one.
+Returns None for a directory without a checkpoint of the format. Raises InputError or UnsupportedError for a directory
+with several checkpoints, or with only a part of a checkpoint.
 """

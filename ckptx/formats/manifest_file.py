@@ -45,7 +45,11 @@ def read_manifest(source: Source, notes: list[str]) -> Manifest | None:
 
 
 def note_unreadable_manifest(source: Source, notes: list[str]) -> None:
-    """Add the note of `read_manifest` for a manifest that is too large or not a regular file, without reading it."""
+    """Add the note of `read_manifest` for a manifest that is too large or not a regular file, without reading it.
+
+    Raises:
+        ReadError: The storage failed.
+    """
     if not source.listing().has(MANIFEST):
         return
     try:

@@ -23,11 +23,11 @@ class MeshPlacement(NamedTuple):
     split_factor: int | None = None
 
 
-def coordinate_of(position: int, sizes: Shape) -> Shape:
-    """Return the coordinate of a position in the row-major order of a mesh with these sizes."""
+def coordinate_of(flat_index: int, sizes: Shape) -> Shape:
+    """Return the coordinate in a mesh with these sizes of the rank at `flat_index` in the row-major order of ranks."""
     coordinate = []
     for size in reversed(sizes):
-        position, index = divmod(position, size)
+        flat_index, index = divmod(flat_index, size)
         coordinate.append(index)
     return tuple(reversed(coordinate))
 
@@ -35,7 +35,9 @@ def coordinate_of(position: int, sizes: Shape) -> Shape:
 def local_region(
     shape: Shape, sizes: Shape, coordinate: Shape, placements: Sequence[MeshPlacement], where: str
 ) -> Region:
-    """Return the region at a mesh coordinate: each placement shards the result of the previous ones.
+    """Return the region at a mesh coordinate: each placement shards the result of those before it.
+
+    Placements are applied from left to right, except that a strided shard is applied after those to its right.
 
     Args:
         shape: Shape of the whole tensor.
@@ -62,8 +64,16 @@ def local_region(
 def _sharding_order(shards: list[tuple[int, int | None]], sizes: Shape, where: str) -> list[int]:
     """Return the mesh dims that shard one tensor dim, in the order in which they shard it.
 
-    A strided shard is applied after the mesh dims to its right, as with FSDP on top of TP; its split factor is the
-    product of their sizes.
+    A strided shard is applied after the mesh dims to its right that shard the same tensor dim, as with FSDP on top of
+    TP; its split factor must be the product of their sizes.
+
+    Args:
+        shards: (mesh dim, split factor or None) of each placement that shards the tensor dim, by ascending mesh dim.
+        sizes: Size of each mesh dim.
+        where: Subject of error messages.
+
+    Raises:
+        UnsupportedError: A split factor is another number.
     """
     order: list[int] = []
     for mesh_dim, split_factor in reversed(shards):

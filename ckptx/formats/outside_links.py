@@ -1,8 +1,8 @@
 """Find symbolic links in a checkpoint that point outside it.
 
-Links are followed, as by every loader: link farms and the Hub cache keep their weights elsewhere. But a link in an
-untrusted directory can point to a private file of the user, and files copied to an output may be published. So these
-files are reported.
+Links are followed, as by every loader: the Hub cache, for example, keeps its weights in another directory. But a link
+in an untrusted directory can point to a private file of the user, and files copied to an output may be published. So
+the files behind such links are reported.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Refuse files and directories that are one rank's part of a checkpoint without a record of how the parts combine.
 
-Half a model would convert without an error, so a part is never opened as a checkpoint. Names determine which files or
-directories may be parts (`rank_names`), tensor names and shapes in their headers whether they are:
+Half a model would convert without an error, so a part is never opened as a checkpoint. Files, or directories, that may
+be parts form a group by their names (`rank_names`). They are parts in these cases:
 
-* a word for a rank before numbers that count from 0, or "shard" before numbers that count from 1: parts;
-* a number without such a word, counting from 0, and tensors in common: parts;
-* no tensor in common, but layers of one model: parts, or files of one checkpoint without its index;
-* tensors in common, and every size in config.json is present: each is a whole model, regardless of its name.
+* Their names are "N of M": files of one checkpoint whose index is missing.
+* A word for a rank precedes numbers that count from 0 (after "shard", also from 1), unless config.json is present and
+  the tensors have all sizes in it: then each is a whole model.
+* Other numbers count from 0 without gaps, and tensors have names in common, unless each is a whole model.
+* They have no tensor in common, but layers of the same model. The numbers may count from 1, too.
+
+Names and shapes of tensors are read from headers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ ShapeReader = Callable[[Location], Shapes | None]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _MAX_LISTED = 4  # names in an error message
 _MAX_OPENED = 8  # other members of a group whose shapes are read
-_MAX_SEARCHED, _MAX_DEPTH = 16, 8  # directories of one directory, and levels, that are searched for weights
+_MAX_SEARCHED, _MAX_DEPTH = 16, 8  # subdirectories per directory, and levels of them, that are searched for weights
 _MAX_RANK_LEVELS = 3  # nested directories for tp, pp and dp
 _WORLD_SIZE_KEYS = ("world_size", "tp_size", "tensor_parallel_size", "num_ranks")
 _NEXT_STEP = (
@@ -45,7 +48,7 @@ def complete_files(source: Source, names: Sequence[str], read_shapes: ShapeReade
 
     Args:
         source: The directory.
-        names: Names of the weight files.
+        names: Names of the weight files, at least one.
         read_shapes: Reads the shapes of the tensors in a file.
 
     Raises:
@@ -64,12 +67,14 @@ def complete_directories(source: Source, names: Sequence[str], read_shapes: Shap
 
     Args:
         source: A directory.
-        names: Paths of the candidates, relative to it.
+        names: Paths of the subdirectories with checkpoints, relative to it, at least one.
         read_shapes: Reads the shapes of the tensors in a directory.
 
     Raises:
         UnsupportedError: All of them are parts of checkpoints.
     """
+    # The rank may be in any component of a path. Paths that differ only in that component are siblings: path before
+    # it, path after it -> names in its place.
     siblings: dict[tuple[str, str], set[str]] = {}
     for path in names:
         parts = path.split("/")
@@ -96,6 +101,8 @@ def _join_path(*parts: str) -> str:
 
 def refuse_parts_in_tree(source: Source, depth: int, read_shapes: ShapeReader) -> None:
     """Refuse weight files written per rank in a directory, or in subdirectories down to `depth` levels.
+
+    A directory that cannot be listed is skipped.
 
     Raises:
         UnsupportedError: There are such files.
@@ -202,6 +209,20 @@ def _refuse_part(
     are_directories: bool,
     subject: Location,
 ) -> None:
+    """Refuse a file or directory that is one rank's part of a checkpoint.
+
+    Args:
+        directory: The directory that contains it.
+        name: Its name.
+        names: Names of all weight files, or of all subdirectories, in `directory`.
+        read_shapes: Reads the shapes of the tensors in one of them.
+        metadata: Metadata of its header or config, which may contain a world size.
+        are_directories: True if the names are those of directories.
+        subject: Location that the user passed, the subject of the error.
+
+    Raises:
+        UnsupportedError: It is a part.
+    """
     group = group_of(name, names, directories=are_directories)
     if group is not None and group.kind != "n_of_m":
         if _are_parts(directory, group, name, read_shapes, are_directories):
@@ -254,7 +275,7 @@ def _part_groups(
 
 
 def read_config(*directories: Source) -> dict[str, Any] | None:
-    """Return the first config.json that can be parsed, or None; faults are reported where the config is used."""
+    """Return the first config.json that is a JSON object, or None; faults are reported where the config is used."""
     for directory in directories:
         try:
             text = directory.read_small("config.json", MAX_CONFIG_BYTES).decode("utf-8")
@@ -298,7 +319,7 @@ def _some_others(group: NameGroup, name: str) -> list[str]:
 
 
 def _has_disjoint_parts(directory: Source, group: NameGroup, name: str, read_shapes: ShapeReader) -> bool:
-    """Return True if a member has layers of the same model as another, but no tensor in common with it.
+    """Return True if the member `name` has layers of the same model as another, but no tensor in common with it.
 
     Such a part may pass the check for a whole model: it can have a tensor of every layer and all sizes in the config.
     Two whole models have names in common.
@@ -314,7 +335,7 @@ def _has_disjoint_parts(directory: Source, group: NameGroup, name: str, read_sha
 
 
 def _modules(names: Iterable[str]) -> set[str]:
-    """Return the outer modules of tensors ("model.layers"): parts of one model share some, different models do not."""
+    """Return the first two components of tensor names ("model.layers"): parts of one model have some in common."""
     return {".".join(pattern_of(name).split(".")[:2]) for name in names}
 
 
@@ -353,7 +374,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _recorded_world_size(metadata: Mapping[str, Any]) -> int:
-    """Return the largest world size in the metadata of a file or config, else 1."""
+    """Return the largest world size in the metadata of a file or config; 1 if none is recorded."""
     mapping = metadata.get("mapping")  # in the config.json of TensorRT-LLM
     blocks = [metadata, mapping if isinstance(mapping, Mapping) else {}]
     values = [str(block.get(key)) for block in blocks for key in _WORLD_SIZE_KEYS]
@@ -364,7 +385,10 @@ _LAYER_NAME = re.compile(r"(.*?\.)(\d+)\.")
 
 
 def _is_whole_model(shapes: Shapes | None, config: Mapping[str, Any] | None) -> bool:
-    """Return True if tensors have all sizes of a config: vocabulary, widths, heads, layers and experts."""
+    """Return True if tensors have all sizes of a config: vocabulary, widths, heads, layers and experts.
+
+    False also if there are no shapes or no config, or if the config lacks vocabulary size, width or number of layers.
+    """
     if shapes is None or config is None:
         return False
     nested = config.get("text_config")
@@ -383,6 +407,7 @@ def _is_whole_model(shapes: Shapes | None, config: Mapping[str, Any] | None) -> 
 
 
 def _config_size(values: Mapping[str, Any], *keys: str) -> int:
+    """Return the value of the first key with a positive integer; 0 if there is none."""
     return next((values[key] for key in keys if type(values.get(key)) is int and values[key] > 0), 0)
 
 
@@ -397,7 +422,7 @@ def _count_layers(names: Iterable[str]) -> int:
 
 
 def _has_heads(matrices: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
-    """Return True if the attention output projection has the width of all heads."""
+    """Return True if the attention output projection has the width of all heads, or if the config does not state it."""
     heads = _config_size(values, "num_attention_heads", "n_head", "num_heads")
     if not heads or "kv_lora_rank" in values:
         return True
@@ -406,7 +431,10 @@ def _has_heads(matrices: set[Shape], width: int, values: Mapping[str, Any]) -> b
 
 
 def _has_feed_forward(shapes: Shapes, matrices: set[Shape], width: int, values: Mapping[str, Any]) -> bool:
-    """Return True if all experts are present, or the up and down projections of the MLP at full width."""
+    """Return True if all experts are present, or the up and down projections of the MLP at full width.
+
+    True also if the config has neither a number of experts nor a width of the MLP.
+    """
     experts = _config_size(values, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if experts:
         found = {match[1] for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name))}

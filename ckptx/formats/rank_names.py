@@ -61,10 +61,10 @@ class NameGroup(NamedTuple):
     """Names in one directory that differ only in numbers which may be ranks.
 
     Attributes:
-        names: All names, in the order of their numbers.
+        names: All names, at least two, in the order of their numbers.
         kind: "rank" for a number after a word for a rank, "n_of_m" for the N of "N of M", "plain" for other numbers.
-        first: The smallest number.
-        is_gapless: True if no number between the smallest and the largest is missing.
+        first: The smallest number. If the names differ in several numbers, the largest of their smallest values.
+        is_gapless: True if no number between the smallest and the largest is missing, in each number that differs.
     """
 
     names: tuple[str, ...]
@@ -111,7 +111,7 @@ def group_of(name: str, names: Iterable[str], *, directories: bool) -> NameGroup
         directories: True for names of directories, in which a plain number counts only after certain words.
 
     Returns:
-        None if the name contains no possible rank, or no other name differs only in it.
+        None if the name contains no possible rank, or if no other name differs only in possible ranks.
     """
     own_numbers, template = _parse_name(name)
     free_positions = _rank_positions(own_numbers, directories)
@@ -139,12 +139,13 @@ def group_of(name: str, names: Iterable[str], *, directories: bool) -> NameGroup
 
 
 def _parse_name(name: str) -> tuple[list[_NameNumber], str]:
+    """Return the numbers in a name, and the name with a NUL character in place of each of them."""
     stem = _ENDING.sub("", name)
     return _numbers_in(stem), _NUMBER.sub("\0", stem) + name[len(stem) :]
 
 
 def _rank_positions(numbers: list[_NameNumber], directories: bool) -> list[int]:
-    """Return the positions of numbers that may differ in a group; the first one determines its kind."""
+    """Return the indices in `numbers` of those that may differ in a group; the first one determines its kind."""
     n_of_m_positions = [position for position, number in enumerate(numbers) if number.kind == "n_of_m"]
     ranks = [position for position, number in enumerate(numbers) if number.kind == "rank"]
     if ranks:
@@ -173,6 +174,7 @@ def _classify_number(stem: str, match: re.Match[str]) -> _NameNumber:
         return _NameNumber("n_of_m", value, word_before, int(total[1]))
     is_size = after[:1].isalpha()  # 7b, 128k
     is_version = re.search(r"\d\.$", before) is not None or re.match(r"\.\d", after) is not None  # 3.1
+    # A number of ten or more digits is a time stamp, for example, and never a rank.
     if word_before in _NON_RANK_WORDS or is_size or is_version or len(match[0]) > 9:
         return _NameNumber("other", value, word_before)
     return _NameNumber("plain", value, word_before)

@@ -28,8 +28,8 @@ class RankTensors:
     def __init__(self) -> None:
         self._regions = RegionCache()
         self._chunks: dict[str, list[Chunk]] = {}
-        # Tensor -> dtype in the first file with elements of it (None: in none so far), and the shape in the first file
-        # that was added, with the name of this file.
+        # Tensor name -> (dtype, shape, name of the first file that was added with the tensor). The dtype is None until
+        # a file with elements of the tensor was added.
         self._seen: dict[str, tuple[DType | None, Shape, str]] = {}
 
     @property
@@ -65,7 +65,7 @@ class RankTensors:
             stored.append(chunk._replace(region=region))
 
     def entries(self, where: str) -> dict[str, TensorEntry]:
-        """Return the tensors in the order of their bytes in the files.
+        """Return the tensors by name, in the order of file names and of the bytes in each file.
 
         Args:
             where: The checkpoint, for error messages.

@@ -58,7 +58,8 @@ from ckptx.wording import counted, list_names
 
 # In order of precedence: `.metadata` before weights in the same directory, shards by name before files that are shards
 # only by their header, and HF weights before the rank files from which they were merged. `metadata.pkl` of
-# torch_checkpointing may list safetensors files of any name, so it comes before HF, and leaves merged weights to it.
+# torch_checkpointing may list safetensors files of any name, so its detector comes before that of HF; it returns None
+# if the directory also has merged HF weights.
 DETECTORS: tuple[Detect, ...] = (
     dcp.detect,
     sharded.detect,
@@ -75,7 +76,7 @@ _SEARCH_LEVELS = 2  # levels of subdirectories that are searched for a checkpoin
 
 
 def open_checkpoint(path: str | Path | Source) -> Catalog:
-    """Open the checkpoint at a path or source; reads headers only.
+    """Open the checkpoint at a path or source; only headers and metadata are read.
 
     Args:
         path: A local path, or a source of any storage.
@@ -127,7 +128,12 @@ def _refuse_unfinished(source: Source) -> None:
 
 
 def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalog]:
-    """Open the weights of a located checkpoint; headers may correct its format from HF to sharded safetensors."""
+    """Open the weights of a located checkpoint.
+
+    Returns:
+        `located`, with the format "sharded" if the headers of HF files record that they contain shards; and the catalog
+        without config and sidecars.
+    """
     source = located.source
     if located.kind == "dcp":
         catalog = _open_dcp(located)
@@ -213,7 +219,7 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
     source = located.source
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)
-    if catalog.config is not None:  # conversions take the sidecars from `hf_metadata`, too
+    if catalog.config is not None:  # conversions copy the sidecars of `hf_metadata`, not those next to the weights
         _set_training_files(catalog, located)
         _note_dropped_files(catalog, list_trainer_files(source))
         return
@@ -238,7 +244,7 @@ def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> No
 
 
 def _set_training_files(catalog: Catalog, located: LocatedCheckpoint) -> None:
-    """Set the files from which the trainer of a DCP resumes, and their identities."""
+    """Set the files from which the trainer of a DCP resumes, and their identities; do nothing for other formats."""
     if located.kind == "dcp":
         names = tuple(name for name in list_trainer_files(located.source) if is_resumed_state_file(name))
         catalog.training_files = names
@@ -271,9 +277,10 @@ def _open_shards(source: Source) -> Catalog:
 
 
 def _open_dcp(located: LocatedCheckpoint) -> Catalog:
-    """Open a DCP of one part or two; the catalog combines the names and files of both.
+    """Open a DCP that is stored in one directory, or in two parts: a model and an optimizer directory.
 
-    The model may be in sharded safetensors next to the DCP of its optimizer.
+    The catalog of two parts combines the names and files of both. The first part may be sharded safetensors instead of
+    a DCP.
     """
     from ckptx.formats.dcp.reader import open_dcp
 
@@ -337,12 +344,15 @@ class _Relocation:
 
 
 def _optimizer_name(name: str) -> str:
-    """Return the name of a value of the second part: with the prefix `optimizer.`, unless the name shows its role."""
+    """Return the name in the catalog of a tensor or object of the optimizer directory.
+
+    It gets the prefix `optimizer.`, unless its own name shows that it is optimizer or trainer state.
+    """
     return name if is_optimizer(name) or is_trainer_state(name) else f"optimizer.{name}"
 
 
 def locate(source: Source) -> LocatedCheckpoint:
-    """Find the checkpoint at a location, which may be a file, without keeping it open.
+    """Find the checkpoint at a location, which may be a file or a directory above the checkpoint.
 
     Raises:
         InputError: There is no checkpoint, or more than one; the message lists them.
@@ -399,6 +409,12 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
 
 
 def _locate_directory(source: Source) -> LocatedCheckpoint | None:
+    """Find the checkpoint whose files are directly in a directory; None if there is none.
+
+    Raises:
+        InputError: There are several checkpoints, or the save of a DCP was interrupted.
+        UnsupportedError: The format is recognized but not supported.
+    """
     read_shapes = partial(_read_shapes, source)
     for detect in DETECTORS:
         located = detect(source, read_shapes)

@@ -27,7 +27,9 @@ VERSION = "1.0"
 
 
 def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any] | None:
-    """Return the record by tensor name, or None for a file without one, which has whole tensors.
+    """Return the record, tensor name -> {"saved_offsets": [...]}, unchecked; None for a file without one.
+
+    A file without the record has whole tensors.
 
     Raises:
         InputError: The text is not a JSON object.
@@ -61,8 +63,14 @@ def read_sharding_info(metadata: Mapping[str, str], where: str) -> dict[str, Any
 def recorded_offsets(tensor_info: Any, name: str, shape: Shape, where: str) -> Shape:
     """Return the offsets in a tensor's entry of the record; `check_offsets` checks their number and range.
 
+    Args:
+        tensor_info: The entry; None if the record does not list the tensor.
+        name: Name of the tensor, for error messages.
+        shape: Shape of the shard, for error messages.
+        where: The file, for error messages.
+
     Raises:
-        InputError: There are none, or they are not a list of integers.
+        InputError: There are no offsets, or they are not a list of integers.
     """
     offsets = tensor_info.get(OFFSETS_KEY) if isinstance(tensor_info, dict) else None
     if isinstance(offsets, list) and all(type(begin) is int for begin in offsets):
@@ -75,20 +83,20 @@ def recorded_offsets(tensor_info: Any, name: str, shape: Shape, where: str) -> S
 
 
 def check_offsets(offsets: Shape, name: str, shape: Shape, where: str) -> None:
-    """Check that there is one offset per dim, and that all are at least 0 and below 2**63.
+    """Check that there is one offset per dim of the shard, and that all are at least 0 and below 2**63.
 
     Raises:
-        InputError: They are invalid.
+        InputError: The offsets are invalid.
     """
     if len(offsets) != len(shape) or any(not 0 <= begin < 1 << 63 for begin in offsets):
         raise _offsets_error(list(offsets), name, shape, where)
 
 
 def refuse_unknown_entries(info: Mapping[str, Any], where: str) -> None:
-    """Refuse entries of the record that remain after removing those of all tensors in the file.
+    """Refuse the entries of a record that are left after those of all tensors in the file were removed from it.
 
     Raises:
-        InputError: There is one, so the record is that of another file.
+        InputError: An entry is left, so the record is that of another file.
     """
     if info:
         raise InputError(

@@ -17,6 +17,7 @@ from ckptx.untrusted.file_name import find_name_fault
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
+# Files that every output writes for itself, so that they are neither copied nor reported as dropped.
 _OWN_FILES = frozenset({MANIFEST, ".metadata"})
 
 # Weights in any format: those of the checkpoint are converted, others are not copied but reported.
@@ -25,7 +26,7 @@ _WEIGHT_SUFFIXES = (
     ".distcp", ".npz", ".pkl", ".nemo", ".mlmodel", ".engine",
 )  # fmt: skip
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
-_MAX_DEPTH = 3
+_MAX_DEPTH = 3  # levels of subdirectories that are searched for sidecars
 
 
 # Files that are copied from subdirectories: custom code, templates, configs; not the logs of a trainer.
@@ -45,7 +46,7 @@ _REPOSITORY_FILE = re.compile(
     r"adapter_config|params|recipe|video_processor|fqn_to_file_index_mapping)\.(json|yaml)|tekken\.json|"
     r"[\w.-]+\.tiktoken|(vocab|merges|sentencepiece|spiece|tokenizer)[\w.-]*\.(txt|model|json|vocab|bpe)"
 )
-# Files in which trainers store other state than the model.
+# Files that trainers write in addition to weights: training state, markers such as `latest`, and scripts.
 _TRAINER_STATE = re.compile(
     r"trainer_state\.json|training_args\.(bin|json)|optimizer(_\d+)?\.(pt|bin)|scheduler(_\d+)?\.(pt|bin)|"
     r"scaler(_\d+)?\.pt|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin|"
@@ -53,12 +54,13 @@ _TRAINER_STATE = re.compile(
     r"latest_checkpointed_iteration\.txt|run_config\.yaml|meta\.pt|rank\d+\.pt|step_scheduler\.pt|"
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt|losses\.json|\.metadata\.json"
 )
-# Those from which accelerate, Trainer and NeMo AutoModel resume, besides weights and optimizer state.
+# Those of these files from which accelerate, Trainer and NeMo AutoModel resume, in addition to the checkpoint.
 _RESUMED_STATE = re.compile(
     r"(scheduler|sampler|dl_state_dict|scaler)(_\d+)?\.(pt|bin)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|"
     r"custom_checkpoint_\d+\.pkl|trainer_state\.json|step_scheduler\.pt|"
     r"(dataloader|rng|scheduler|lr_scheduler)(_dp_rank_\d+)?\.pt"
 )
+# Directories in which trainers store such state.
 TRAINER_STATE_DIRECTORIES = frozenset({"rng", "dataloader", "scheduler", "lr_scheduler", "step_scheduler"})
 # Quantization settings outside config.json, for vLLM and GPTQ tools.
 QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
@@ -107,12 +109,14 @@ class SidecarFiles(NamedTuple):
 def list_sidecars(source: Source, used_files: frozenset[str]) -> SidecarFiles:
     """List the sidecars of a checkpoint.
 
-    A directory with other weights (`onnx/`, `original/`) is dropped, unless `modules.json` of sentence-transformers
-    lists it as a part of the model. Files whose names are not allowed in an output are dropped, too.
+    Files in a subdirectory with other weights (`onnx/`, `original/`) are dropped, unless `modules.json` of
+    sentence-transformers lists it as a part of the model. Files whose names are not allowed in an output are dropped,
+    too.
 
     Args:
         source: The directory of the checkpoint.
-        used_files: Names of the weight files that are part of the checkpoint.
+        used_files: Names of the weight files, indexes and other files that are converted, which are neither copied nor
+            reported as dropped.
 
     Raises:
         InputError: A link is broken: an incomplete cache or copy would silently lose its tokenizer.
@@ -166,7 +170,17 @@ def _make_sidecar_files(source: Source, names: list[str], dropped: tuple[str, ..
 
 
 def _walk_directories(source: Source, listing: Listing, depth: int, path: str = ".") -> Iterator[tuple[str, list[str]]]:
-    """Iterate over directories and the files in them, as paths relative to the source."""
+    """Iterate over directories and the files in them, as paths relative to the source; "." is the source itself.
+
+    Args:
+        source: The directory of the checkpoint.
+        listing: Listing of the directory at `path`.
+        depth: Level of that directory; 0 for the source.
+        path: Path of that directory, relative to the source.
+
+    Raises:
+        InputError: A link is broken.
+    """
     prefix = "" if path == "." else f"{path}/"
     names = [name for name in listing if name not in _OWN_FILES]
     for name in names:
@@ -189,6 +203,7 @@ def _base_name(name: str) -> str:
 
 
 def _module_directories(source: Source) -> frozenset[str]:
+    """Return the subdirectories that `modules.json` of sentence-transformers lists; empty without such a file."""
     if not source.listing().is_file("modules.json"):
         return frozenset()
     try:

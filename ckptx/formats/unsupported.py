@@ -15,7 +15,7 @@ from ckptx.errors import InputError, StorageFailure, UnsupportedError
 from ckptx.formats.fsdp.file_names import STATE_FILE_PATTERN
 from ckptx.storage.interface import Location, Source
 
-_MAX_LISTED = 2
+_MAX_LISTED = 2  # names in an error message
 
 
 class UnsupportedKind(NamedTuple):
@@ -35,6 +35,7 @@ class UnsupportedKind(NamedTuple):
     is_whole_if_single: bool = False
 
 
+# The next step of DeepSpeed kinds only: `is_unsupported_deepspeed` recognizes these kinds by it.
 SAVE_WHERE_TRAINED = "save its weights with save_pretrained or save_16bit_model where it was trained"
 
 # In the order of precedence: names of one framework before suffixes that many frameworks use.
