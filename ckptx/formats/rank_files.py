@@ -9,6 +9,8 @@ be parts form a group by their names (`rank_names`). They are parts in these cas
 * Other numbers count from 0 without gaps, and tensors have names in common, unless each is a whole model.
 * They have no tensor in common, but layers of the same model. The numbers may count from 1, too.
 
+A single file or directory with a rank in its name is a part if its name, header or config.json records a world size
+above 1, unless it is a whole model.
 Names and shapes of tensors are read from headers.
 """
 

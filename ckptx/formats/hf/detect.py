@@ -27,6 +27,9 @@ def detect_weights(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoin
         source: The directory.
         read_shapes: Reads the shapes of the tensors in a file, to distinguish one rank's part from a whole model.
 
+    Returns:
+        The weights: format "huggingface", "bin" or "sharded"; None if the directory has none.
+
     Raises:
         InputError: There are several checkpoints in the directory.
         UnsupportedError: The files are parts of one checkpoint, written per rank.
@@ -73,6 +76,9 @@ def locate_by_header(source: Source, weights: str) -> LocatedCheckpoint:
     An index is taken alone, and so is a file whose header records no offsets of shards. A file that records offsets may
     still contain whole tensors. It is taken alone if a valid index lists it, or if it is model.safetensors and no other
     file of the directory records offsets.
+
+    Raises:
+        InputError: An index of the directory, or a file that it lists, is damaged.
     """
     single_file = LocatedCheckpoint(source, "huggingface", (weights,))
     if weights.endswith(".json") or not files_with_sharding_info(source, [weights]):

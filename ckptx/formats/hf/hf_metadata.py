@@ -23,7 +23,7 @@ from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.sidecars import list_sidecars
 from ckptx.storage.interface import Source, local_path
 
-# By format of the checkpoint; weights in verl's directory are ignored.
+# Format of the checkpoint -> name of the directory in it. Weights in verl's directory are ignored.
 DIRECTORIES = {"dcp": ".hf_metadata", "sharded": ".hf_metadata", "fsdp": "huggingface"}
 _CONFIG = "config.json"
 FILE_MAPPING = "fqn_to_file_index_mapping.json"
@@ -36,7 +36,7 @@ class HfMetadata(NamedTuple):
     Attributes:
         source: The directory.
         config: `config.json`, or None.
-        sidecars: Files to copy to an output, by name in the directory.
+        sidecars: Files to copy to an output, with names relative to the directory; never the two mappings.
         file_numbers: Tensor name -> number of its file, from 1; empty if not recorded.
         dtypes: Tensor name -> original dtype; empty if not recorded.
     """
@@ -49,9 +49,9 @@ class HfMetadata(NamedTuple):
 
 
 def find_hf_metadata(catalog: Catalog) -> Source | None:
-    """Return the HF metadata directory of a sharded checkpoint, or None.
+    """Return the HF metadata directory of a checkpoint; None if it has none, or if its format never has one.
 
-    If the checkpoint has separate model and optimizer directories, return that of the first.
+    If the checkpoint has separate model and optimizer directories, return the one in the model directory.
     """
     directory = DIRECTORIES.get(catalog.format)
     if directory is None:
@@ -69,7 +69,7 @@ def config_source(catalog: Catalog) -> Source:
 
 @contextmanager
 def name_config_in_errors(catalog: Catalog) -> Iterator[None]:
-    """Let errors about `config.json` name the directory of the config of a checkpoint."""
+    """Prepend the directory of the config to errors whose message begins with `config.json: `."""
     try:
         yield
     except CkptxError as error:
@@ -98,7 +98,7 @@ def read_config(source: Source) -> dict[str, Any] | None:
 
 
 def read_hf_metadata(source: Source) -> HfMetadata:
-    """Read all files of the directory.
+    """Read an HF metadata directory.
 
     Raises:
         InputError: A file is damaged or has invalid values.

@@ -13,6 +13,7 @@ from ckptx.untrusted.remote_name import refuse_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+# Files of a Hub repository that are downloaded by default: weights, config, tokenizer, code and license.
 _PATTERNS = (
     "*.json",
     "*.safetensors",

@@ -36,14 +36,16 @@ class HuggingFaceLayout(NamedTuple):
 def allocate(
     root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, file_numbers: Mapping[str, int] | None = None
 ) -> HuggingFaceLayout:
-    """Fill shards in natural order of names; in each shard wide dtypes come first, so that each tensor is aligned.
+    """Fill shards in natural order of names.
+
+    In each shard, wide dtypes come first, so that the offset of each tensor is a multiple of its element size.
 
     Args:
         root: Output directory.
         tensors: Names, dtypes and shapes.
         max_shard_size: Maximum bytes of tensors in a shard; a larger tensor gets a shard of its own.
-        file_numbers: Tensor name -> number of its shard; tensors without a number go to the last shard, and
-            `max_shard_size` is ignored. None or empty to split by size.
+        file_numbers: Tensor name -> number of its shard; tensors without a number go to the shard with the highest
+            number, and `max_shard_size` is ignored. None or empty to split by size.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.
@@ -79,7 +81,7 @@ def _shards_by_size(entries: Iterable[TensorEntry], max_size: int) -> list[list[
 
 
 def _shards_by_number(entries: Iterable[TensorEntry], file_numbers: Mapping[str, int]) -> list[list[TensorEntry]]:
-    """Group tensors by shard number; unused numbers leave no gap in the file names."""
+    """Group tensors by shard number, in ascending order; numbers without tensors are skipped."""
     last = max(file_numbers.values())
     shards: dict[int, list[TensorEntry]] = {}
     for entry in entries:

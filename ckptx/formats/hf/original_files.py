@@ -26,7 +26,7 @@ from ckptx.storage.interface import Location
 from ckptx.untrusted.file_name import find_weights_fault
 from ckptx.untrusted.limits import MAX_JSON_DEPTH
 
-_TensorRange = tuple[DType, Shape, int, int]
+_TensorRange = tuple[DType, Shape, int, int]  # dtype, shape, first byte, end
 _NEXT_STEP = "remove the manifest, which no loader needs, to write new files instead"
 
 
@@ -54,6 +54,7 @@ def record_files(source: Catalog, notes: list[str]) -> OriginalFiles | None:
 
 
 def _record_file(source: Catalog, name: str) -> OriginalFile:
+    """Record only `__metadata__` of a file if its header can be generated from that and the tensors; else the header."""
     text = source.verbatim[name]
     metadata = (_json_value(text, "__metadata__") or {}) if '"__metadata__"' in text else {}
     tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]
@@ -65,6 +66,7 @@ def _record_file(source: Catalog, name: str) -> OriginalFile:
 
 
 def _record_index(source: Catalog, name: str) -> OriginalIndex:
+    """Record only `metadata` of an index if its text can be generated from that and the tensors; else the text."""
     text = source.verbatim[name]
     metadata: Any = _json_value(text, "metadata", {})
     weight_map = {entry.name: entry.chunks[0].file for entry in source.tensors.values()}
@@ -130,6 +132,7 @@ def plan_recorded_files(
 
 
 def _check_header(text: str, catalog: Catalog, shard: list[TensorEntry], file: str, where: str) -> None:
+    """Refuse a stored header that does not list exactly the tensors planned for its file, at the planned positions."""
     frame = frame_header(text)
     try:
         header = parse_header(lambda at, n: frame[at : at + n], catalog.files[file], where)
@@ -163,6 +166,6 @@ def _check_index(index: OriginalIndex, catalog: Catalog, where: str) -> None:
 
 
 def _manifest_error(error: CkptxError, where: str) -> InputError:
-    """Return the error with the next step that applies to a manifest."""
+    """Replace the next step in an error message, the part after its last semicolon, by one that fits a manifest."""
     problem = str(error).rpartition(";")[0] or str(error)
     return InputError(f"{problem if problem.startswith(where) else f'{where}: {problem}'}; {_NEXT_STEP}")

@@ -40,6 +40,7 @@ def open_huggingface(source: Source, weights: str) -> Catalog | None:
 
     Raises:
         InputError: A file is missing or corrupt, or index and headers disagree; the message names file and tensor.
+        UnsupportedError: A header has a dtype, or a version of the sharding record, that ckptx does not know.
     """
     if weights.endswith(".json"):
         text = read_text(source, weights, MAX_INDEX_BYTES)
@@ -171,7 +172,7 @@ def parse_index(text: str, path: Location) -> dict[str, str]:
     """Return the weight map (tensor name -> file name) of an index.
 
     Raises:
-        InputError: It has no weight map, an empty one, or one with a file outside the directory.
+        InputError: It is not JSON, has no weight map, an empty one, or one with a file outside the directory.
     """
     index = parse_json(text, path, "index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -206,7 +207,13 @@ def check_index(weight_map: dict[str, str], catalog: Catalog, path: Location) ->
 
 
 def stray_notes(names: Iterable[str], used_files: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Return a note on the weight files among the names in a directory that are not part of the checkpoint, if any."""
+    """Return a list with one note on the weight files that are not part of the checkpoint; empty if there are none.
+
+    Args:
+        names: Names of all files in the directory.
+        used_files: Names of the files that are part of the checkpoint.
+        suffixes: Suffixes of weight files.
+    """
     strays = sorted(name for name in names if name.endswith(suffixes) and name not in used_files)
     if len(strays) < 2:
         return [f"{name} ignored: it is not part of the checkpoint" for name in strays]

@@ -23,14 +23,14 @@ from ckptx.errors import InputError, UnsupportedError
 from ckptx.untrusted.json_text import nesting_error, number_error, refuse_lone_surrogates
 from ckptx.untrusted.limits import MAX_NUMEL_BITS, MAX_TENSORS, find_shape_fault
 
-# The library refuses longer headers, so no loader could open such a file.
+# Bytes. The library refuses longer headers, so no loader could open such a file.
 MAX_HEADER = 100_000_000
 
 _METADATA = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
-ReadBytes = Callable[[int, int], bytes]
+ReadBytes = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly `nbytes` bytes of the file
 
 
 class HeaderTensor(NamedTuple):
@@ -40,8 +40,8 @@ class HeaderTensor(NamedTuple):
         name: Name of the tensor.
         dtype: Dtype of its elements.
         shape: Shape in elements.
-        begin: Position of its first byte in the file.
-        end: Position after its last byte in the file.
+        begin: Position of its first byte, counted from the beginning of the file.
+        end: Position after its last byte, counted likewise.
     """
 
     name: str
@@ -122,7 +122,10 @@ def parse_header(read: ReadBytes, size: int, where: str) -> Header:
 
 
 def _refuse_duplicate_keys(text: str, count: int, where: str) -> None:
-    """Refuse duplicate keys: Python's JSON parser keeps the last one, but another parser may keep the first."""
+    """Refuse duplicate keys: Python's JSON parser keeps the last one, but another parser may keep the first.
+
+    `count` is the number of tensors that Python's parser found.
+    """
     if text.count('"__metadata__"') < 2 and all(text.count(f'"{key}"') == count for key in _TENSOR_KEYS):
         return  # there are as many dtypes, shapes and offsets as tensors: no duplicate was dropped
 
@@ -153,6 +156,19 @@ class _DtypeAndShape(NamedTuple):
 def _parse_tensor(
     name: str, value: Any, data_start: int, size: int, where: str, kinds: dict[str, _DtypeAndShape]
 ) -> HeaderTensor:
+    """Parse the entry of one tensor.
+
+    Args:
+        name: Name of the tensor.
+        value: Its entry in the header.
+        data_start: End of the header, from which `data_offsets` count.
+        size: Size of the file in bytes.
+        where: The file, for error messages.
+        kinds: Cache of parsed pairs of dtype and shape, which all tensors of the header share.
+
+    Raises:
+        InputError, UnsupportedError: See `parse_header`.
+    """
     try:
         dtype_name, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -239,7 +255,8 @@ def format_header_text(tensors: Iterable[tuple[str, DType, Shape, int, int]], me
     """Return the JSON text of a header in the format of the library, without padding.
 
     Args:
-        tensors: (name, dtype, shape, begin, end) in the order of their bytes, offsets from the end of the header.
+        tensors: (name, dtype, shape, begin, end) in the order of their bytes; begin and end count from the end of the
+            header.
         metadata: `__metadata__`; omitted if empty.
 
     Raises:

@@ -5,9 +5,9 @@ another has a separate entry with the same byte range. Only the zip directory an
 
 A single file may hold nested dicts, such as `{"model": model.state_dict(), "optimizer": ..., "step": 5}`. Its tensors
 get the names that they would have in a DCP, `model.norm.weight` and `optimizer.state.0.exp_avg`, so that the model is
-found by its prefix, as in a DCP. Objects of any class next to the tensors, such as the arguments of a training loop,
-are values like any other: they are ignored, with a note. Flat files must not contain any, because loaders reject them,
-too, and an object may replace a weight.
+found by its prefix, as in a DCP. Values that are not tensors, such as numbers and objects of any class, are ignored
+there, with a note. A file without nested dicts must not contain such values, because loaders reject them, too, and an
+object may be there in place of a weight.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from ckptx.untrusted.limits import MAX_INDEX_BYTES, MAX_TENSORS
 from ckptx.wording import counted
 
 _MAX_DEPTH = 16  # levels of dicts and lists in a file
-_MAX_VALUES = 4 * MAX_TENSORS  # of a file; lists that contain one list many times have more than can be visited
+# Values in a file. A few nested lists, each of which contains the next one many times, have more than can be visited.
+_MAX_VALUES = 4 * MAX_TENSORS
 _MAX_LISTED = 4  # names in a note
 _SAVE_TENSORS = "save only tensors: torch.save(model.state_dict(), ...)"
 _GLOBALS: Globals = {
     **TORCH_GLOBALS,
+    # The first argument of a defaultdict is its default factory, which is dropped.
     ("collections", "defaultdict"): Call(lambda *arguments: ORDERED_DICT(*arguments[1:])),
 }
 
@@ -112,9 +114,9 @@ class _IgnoredValue(NamedTuple):
     """A value that is not converted.
 
     Attributes:
-        name: Dotted name.
-        class_name: Dotted name of its class if that is unknown, else None.
-        tensor_count: Number of tensors in it.
+        name: Dotted path of keys to the value.
+        class_name: Dotted name of its class if ckptx does not know the class, else None.
+        tensor_count: Number of tensors in it that were not counted for another value.
     """
 
     name: str
@@ -123,7 +125,7 @@ class _IgnoredValue(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """Return the first two parts of the name, and the class."""
+        """Return the first two components of the name, quoted for a note, and the class if the name has no others."""
         parts = self.name.split(".")
         class_name = self.class_name if len(parts) <= 2 else None
         return repr(".".join(parts[:2])) + (f" ({class_name})" if class_name else "")
@@ -158,7 +160,8 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
         is_single: True if it is the only file of the checkpoint, which may hold nested dicts.
 
     Raises:
-        InputError: The file is damaged, or two tensors have the same dotted name.
+        InputError: The file is damaged, two tensors have the same dotted name, or a file without nested dicts refers to
+            an unknown class.
         UnsupportedError: It contains more than named dense tensors.
     """
     where = f"{files.root / name}"
@@ -198,6 +201,7 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
 
 
 def _is_nested(value: object) -> bool:
+    """Return True for a dict, list or tuple with values; the stand-ins for torch objects are tuples, too."""
     return isinstance(value, dict | list | tuple) and not isinstance(value, TensorRef | UnsupportedObject | StorageRef)
 
 
@@ -227,7 +231,7 @@ def _refuse_many_values(count: int, where: str) -> None:
 
 
 def _flatten(tree: Mapping[Any, Any], where: str) -> tuple[dict[str, Any], list[_IgnoredValue]]:
-    """Return the tensors of nested dicts and lists by dotted name, and all other values.
+    """Return the tensors of nested dicts and lists by dotted name, as stand-ins, and all other values.
 
     Raises:
         InputError: Two tensors have the same dotted name.
