@@ -9,5 +9,5 @@ from ckptx.storage.interface import Source
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
-    """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`."""
+    """Find `shard-RRRRR-model-IIIII-of-NNNNN.safetensors`; None if there is no such file. `read_shapes` is unused."""
     return LocatedCheckpoint(source, "sharded", (".",)) if any(map(is_shard, source.listing())) else None

@@ -32,7 +32,7 @@ class ShardedLayout(NamedTuple):
     Attributes:
         catalog: Tensors with the file and byte offset of each block.
         prologues: File name -> first bytes of the file: length of the safetensors header, and the header.
-        groups: Names of the files of each pipeline stage, which are written together; stages without files are omitted.
+        groups: For each pipeline stage with files, the names of its files, which are written together.
     """
 
     catalog: Catalog
@@ -43,7 +43,8 @@ class ShardedLayout(NamedTuple):
 def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:
     """Assign sharded tensors to planned files, without writing them.
 
-    Wide dtypes come first, so that each block is aligned; otherwise tensors are in the order given.
+    In each file, wide dtypes come first, so that the offset of each block is a multiple of the element size; tensors of
+    one width are in the given order.
 
     Args:
         root: Output directory.
@@ -56,14 +57,14 @@ def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDim
     catalog, prologues, groups = Catalog(root, "sharded", {}), {}, []
     for stage, members in enumerate(group_by_stage(tensors, dims)):
         members.sort(key=lambda member: -member[0].dtype.bits)
-        writer = _StageFiles(dims.ranks_of_stage(stage), members)
+        stage_files = _StageFiles(dims.ranks_of_stage(stage), members)
         for entry, blocks in members:
-            writer.append(entry, blocks)
+            stage_files.append(entry, blocks)
         starts = {}
-        for name, prologue, nbytes in writer.finish():
+        for name, prologue, nbytes in stage_files.finish():
             prologues[name], starts[name] = prologue, len(prologue)
             catalog.files[name] = len(prologue) + nbytes
-        for entry, chunks in writer.allocated:
+        for entry, chunks in stage_files.allocated:
             for i, file in enumerate(chunks.files):
                 chunks.offsets[i] += starts[file]
             catalog.tensors[entry.name] = entry._replace(chunks=chunks, replicas=())
@@ -73,7 +74,7 @@ def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDim
 
 
 def _block_positions(blocks: tuple[Block, ...]) -> list[tuple[int, int]]:
-    """Return (rank in stage, file number) for each block: block i of a rank goes to file i of the rank."""
+    """Return (rank in stage, file number from 0) for each block: block i of a rank goes to file i of the rank."""
     last_numbers: dict[int, int] = {}
     positions = []
     for block in blocks:
@@ -104,9 +105,21 @@ class _PlannedFile:
 
 
 class _StageFiles:
-    """The files of one pipeline stage."""
+    """The files of one pipeline stage, while tensors are appended to them.
+
+    Attributes:
+        allocated: Each tensor with its chunks. Their offsets count from the end of the header, whose length is known
+            only after the last tensor.
+    """
 
     def __init__(self, ranks: range, members: list[tuple[TensorEntry, tuple[Block, ...]]]) -> None:
+        """Name the files.
+
+        Args:
+            ranks: Global ranks of the stage.
+            members: All tensors of the stage with their blocks, which must be kept alive: their `id` is a key.
+        """
+        # `id` of blocks -> (rank in stage, file number) of each.
         self._positions = {
             id(blocks): _block_positions(blocks) for blocks in {id(blocks): blocks for _, blocks in members}.values()
         }
@@ -120,6 +133,7 @@ class _StageFiles:
             for number in range(counts[rank_in_stage])
         }
         self._files = {name: _PlannedFile() for name in self._names.values()}
+        # (`id` of blocks, dtype) -> file, number of bytes, and entry in DCP_SHARDING_INFO, of each block.
         self._shardings: dict[tuple[int, DType], tuple[tuple[str, ...], tuple[int, ...], list[dict[str, Shape]]]] = {}
         self.allocated: list[tuple[TensorEntry, ShardedChunks]] = []
 
@@ -150,6 +164,7 @@ class _StageFiles:
 
 
 def _block_nbytes(entry: TensorEntry, block: Block) -> int:
+    """Return the bytes of a block; raises UnsupportedError if safetensors cannot hold the block."""
     if not entry.dtype.in_safetensors:
         raise UnsupportedError(
             f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold; write a DCP instead'

@@ -45,8 +45,8 @@ from ckptx.untrusted.limits import find_shape_fault
 def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = None) -> Catalog:
     """Return the catalog of the shards in a directory.
 
-    Tensors are in the order of ranks and of their bytes. A region in several files is a chunk in the first of them and
-    a replica in the others.
+    Tensors are in the order in which they first occur: by rank, and by their bytes in each file. A region in several
+    files is a chunk in the first of them and a replica in the others.
 
     Args:
         source: The directory.
@@ -80,6 +80,7 @@ def open_sharded(source: Source, expected_shapes: Mapping[str, Shape] | None = N
 
 
 def _shard_files(source: Source) -> list[str]:
+    """Return the names of all safetensors files, by rank; raises InputError if one of them is not a shard."""
     names = [name for name in source.listing() if name.endswith(".safetensors")]
     others = [name for name in names if not is_shard(name)]
     strays = sorted(set(others).difference(files_with_sharding_info(source, others)))
@@ -98,7 +99,11 @@ def _describe_shards(names: Iterable[str], strays: Iterable[str]) -> str:
 
 
 def _recorded_shapes(source: Source, names: Iterable[str], notes: list[str]) -> dict[str, Shape] | None:
-    """Return the shapes in the manifest of ckptx, whose files must all be present; None without a manifest."""
+    """Return the shapes of whole tensors in the manifest of ckptx; None without one of this format.
+
+    Raises:
+        InputError: The manifest lists other shards than are present, or another size of one.
+    """
     manifest, root = read_manifest(source, notes), source.location
     if manifest is None or manifest.format != "sharded":
         return None
@@ -174,15 +179,17 @@ class _TensorAssembly:
 
     def __init__(self, root: Location, names: list[str]) -> None:
         self._root, self._names = root, names
-        self._unique_regions: Counter[str] = Counter()
+        self._unique_regions: Counter[str] = Counter()  # file -> number of its regions that no other file has
         self._coverage = CoverageCheck()
+        # (file of a chunk, file of a replica of it) -> tensor and region that were first found in both.
         self._duplicates: dict[tuple[str, str], tuple[str, Region]] = {}
 
     def entry(self, name: str, dtype: DType, shards: list[Chunk]) -> TensorEntry:
         """Return the tensor that consists of these shards.
 
         Raises:
-            InputError: They leave a gap, or overlap without being equal.
+            InputError: The shards leave a gap, overlap without being equal, or make up an invalid shape.
+            UnsupportedError: They are split at too many positions to be checked.
         """
         if len(shards) == 1 and not any(shards[0].region.offsets):
             self._unique_regions[shards[0].file] += 1
@@ -228,7 +235,7 @@ class _TensorAssembly:
         )
 
     def _describe_missing(self) -> str:
-        """Describe the files that are missing according to the numbers in file names."""
+        """Describe the files that are missing according to the numbers in file names, for an error message."""
         if not all(map(is_shard, self._names)):
             return "a shard is missing or damaged, copy the checkpoint again"
         present = {shard_numbers(name) for name in self._names}
@@ -247,6 +254,7 @@ class _TensorAssembly:
         return f"missing {', '.join(missing[:3])}{more}, copy the checkpoint again"
 
     def _count_unique_regions(self, name: str, chunks: Iterable[Chunk], replicas: Iterable[Chunk]) -> None:
+        """Count the regions of one tensor that are in one file only, and note which files share the others."""
         file_of_region = {salted_key(chunk.region): chunk.file for chunk in chunks}
         shared = set()
         for replica in replicas:
@@ -257,7 +265,7 @@ class _TensorAssembly:
         self._unique_regions.update(file for region, file in file_of_region.items() if region not in shared)
 
     def refuse_duplicate_files(self) -> None:
-        """Refuse a file of shards that are all in other files, too.
+        """Refuse a file of shards that are all in other files, too; call it after `entry` for all tensors.
 
         Ranks that replicate a small tensor still have shards of their own; a copy under another number does not.
 
