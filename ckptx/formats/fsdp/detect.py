@@ -17,7 +17,7 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
         read_shapes: Unused; part of the interface of all detectors.
 
     Returns:
-        The files, or None if there are none.
+        The checkpoint of all rank files, or None if there are none; missing ranks are an error only when it is opened.
 
     Raises:
         InputError: The directory contains files of several world sizes.

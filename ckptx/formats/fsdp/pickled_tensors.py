@@ -4,8 +4,8 @@
     ShardedTensor             the offsets of its local shards (FSDP1 without a device mesh)
     Tensor                    the whole tensor: a buffer, or any tensor of a single rank
 
-`InstanceStandIn` stands in for their classes, keeps the pickled fields and runs nothing. The layouts are those of torch
-2.2 to 2.13; the fields of a pickled mesh changed twice in between.
+`InstanceStandIn` stands in for their classes, keeps the pickled fields and runs nothing. Pickles of torch 2.2 to 2.13
+are supported; the fields of a pickled mesh changed twice in between.
 Source: `torch/distributed/tensor/`, `device_mesh.py`, `_shard/sharded_tensor/api.py`.
 """
 
@@ -75,7 +75,7 @@ def _stand_in(name: str) -> ReadOnlyClass:
 _DTENSOR, _SHARDED_TENSOR, _LOCAL_SHARD = _stand_in("DTensor"), _stand_in("ShardedTensor"), _stand_in("LocalShard")
 _SHARD, _STRIDED = _stand_in("Shard"), _stand_in("_StridedShard")
 _REPLICATE, _PARTIAL = _stand_in("Replicate"), _stand_in("Partial")
-_OTHER_CLASS = _stand_in("object")
+_OTHER_CLASS = _stand_in("object")  # of all classes whose instances are recognized by the field that holds them
 _WRAPPER_SUBCLASS = Call(lambda *_: UnsupportedObject("tensor of a subclass"))
 
 
@@ -83,8 +83,8 @@ class _DistributedTensor(NamedTuple):
     """A pickled DTensor or ShardedTensor.
 
     Attributes:
-        kind: Stand-in of its class.
-        arguments: Pickled arguments to rebuild it.
+        kind: Stand-in of its class: `_DTENSOR` or `_SHARDED_TENSOR`.
+        arguments: Pickled arguments of `_rebuild_wrapper_subclass`: class, dtype, shape of the whole tensor, ...
         state: Pickled state, with the local tensors and their sharding.
     """
 
@@ -94,6 +94,7 @@ class _DistributedTensor(NamedTuple):
 
 
 def _rebuild_tensor(function: object, kind: object, arguments: object, state: object) -> object:
+    """Replace torch's `_rebuild_from_type_v2`: keep the fields of a distributed tensor, rebuild any other tensor."""
     is_distributed = kind is _DTENSOR or kind is _SHARDED_TENSOR
     if is_distributed and function is _WRAPPER_SUBCLASS and isinstance(arguments, tuple):
         assert isinstance(kind, ReadOnlyClass)
@@ -102,6 +103,7 @@ def _rebuild_tensor(function: object, kind: object, arguments: object, state: ob
 
 
 def _stand_in_globals(stand_in: object, name: str, *modules: str) -> dict[tuple[str, str], object]:
+    """Return the globals for one class that pickles of different torch versions import from different modules."""
     return {(module, name): stand_in for module in modules}
 
 
@@ -160,7 +162,8 @@ class RankShards(NamedTuple):
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
-        local_shards: The local tensors, each with its region of the whole tensor; empty if the rank has no elements.
+        local_shards: The local tensors, each with its region of the whole tensor. If the rank has no elements, there
+            are none, or one with an empty region.
     """
 
     shape: Shape
@@ -264,11 +267,18 @@ def _mesh_sizes(mesh: InstanceStandIn, where: str) -> Shape:
 
 
 def _axis_size(sizes: object) -> int:
+    """Return the size of a mesh dim, which is the product of the sizes of its axis; 0 if they are invalid."""
     return prod(sizes) if is_shape(sizes) else 0
 
 
 def _check_rank(mesh: InstanceStandIn, sizes: Shape, coordinate: Shape, rank: int, where: str) -> None:
-    """Check that the rank in the file name saved the mesh, because files may have been renamed or copied."""
+    """Check that the rank in the file name saved the mesh, because files may have been renamed or copied.
+
+    A mesh that does not record its rank is not checked.
+
+    Raises:
+        InputError: Another rank saved it.
+    """
     saving_rank, ranks = mesh.field("_rank"), mesh.field("_flatten_mesh_list")
     if saving_rank is None and isinstance(ranks, tuple) and len(ranks) == prod(sizes):
         index = 0

@@ -116,7 +116,7 @@ class _StateDicts:
     """
 
     def __init__(self) -> None:
-        self._first_file = ""
+        self._first_file = ""  # name of the file that was added first; empty before
         self.tensors = RankTensors()
 
     def add(self, files: SourceFiles, file: RankFile) -> None:
@@ -161,11 +161,11 @@ class _StateDicts:
 def locate_shards(
     shards: RankShards, records: dict[str, Record], file: str, where: str
 ) -> tuple[DType | None, list[Chunk]]:
-    """Return the dtype of a tensor, None without elements, and its shards in the archive of one rank.
+    """Return the dtype of a tensor, and its shards in the archive of one rank.
 
     Args:
-        shards: Shards on the rank.
-        records: Storages of the archive.
+        shards: Shards on the rank. If there are none, the dtype is None.
+        records: Storage key -> record of the storage, see `Archive`.
         file: Name of the file, relative to the root of the checkpoint.
         where: The tensor in the file, for error messages.
 
