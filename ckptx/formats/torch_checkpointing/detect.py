@@ -18,7 +18,7 @@ _DTENSOR = b"torch.distributed.tensor"
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
-    """Find the items of a directory; None if it has none, or if HF weights beside them take precedence.
+    """Find the items of a directory; None if it has none, or if HF weights next to them take precedence.
 
     An item is an object of a save, such as the model or the optimizer. HF weights are an index, or a model.safetensors
     that `metadata.pkl` does not list.
@@ -48,6 +48,14 @@ def locate_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
 
 
 def _locate(source: Source) -> LocatedCheckpoint | None:
+    """Return the files of all items, and `metadata.pkl` with the files that it lists.
+
+    Returns:
+        None if there is no `metadata.pkl` of the library, and no DTensor in the first file of an item.
+
+    Raises:
+        InputError, UnsupportedError: See `detect`.
+    """
     items = group_item_files(source.listing())
     metadata = find_metadata(source)
     if metadata is None and not any(has_dtensors(source, files[min(files)]) for files in _first_items(items)):
@@ -64,15 +72,15 @@ def _locate(source: Source) -> LocatedCheckpoint | None:
 
 
 def _first_items(items: dict[str, dict[int, str]]) -> list[dict[int, str]]:
-    """Return the files of the items that are searched for DTensors, those of the model first."""
+    """Return rank -> file name for each of the items that are searched for DTensors, the model first."""
     names = sorted(items, key=lambda name: (name != MODEL, name))
     return [items[name] for name in names[:_MAX_PEEKED]]
 
 
 def find_metadata(source: Source) -> Metadata | None:
-    """Return the contents of `metadata.pkl`; None without one.
+    """Return the contents of `metadata.pkl`; None without one, and for a pickle of another program.
 
-    Also None if it cannot be read but is beside HF weights, without a file of an item: then another program wrote it.
+    A file that cannot be read counts as one of another program if HF weights and no file of an item are next to it.
 
     Raises:
         InputError, UnsupportedError: See `read_metadata`.
@@ -91,7 +99,7 @@ def find_metadata(source: Source) -> Metadata | None:
 
 
 def has_dtensors(source: Source, name: str) -> bool:
-    """Return True if the pickle of a torch archive mentions DTensor; False for a file that is no archive."""
+    """Return True if the pickle of a torch archive mentions DTensor; False for a file that is not an archive."""
     try:
         with source.open() as files:
             archive = open_archive(

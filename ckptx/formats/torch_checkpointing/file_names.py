@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ckptx.formats.fsdp.file_names import parse_rank_file
 from ckptx.formats.unsupported import kind_of_name
 
-MODEL = "model"
-UNFINISHED_PREFIX = "tmp_"
+MODEL = "model"  # name of the item with the weights
+UNFINISHED_PREFIX = "tmp_"  # of the name of the directory, until the save is complete
 _ITEM_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9]\d{0,4})\.pt")
 
 
@@ -22,7 +22,10 @@ def parse_item_file(name: str) -> tuple[str, int] | None:
 
 
 def group_item_files(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the names of the form `ITEM_RANK.pt` by item, in the order of their names, and by rank."""
+    """Return item -> rank -> file name, for names of the form `ITEM_RANK.pt`.
+
+    Both are in the order of file names, so that rank 10 comes before rank 2.
+    """
     items: dict[str, dict[int, str]] = {}
     for name in sorted(names):
         found = parse_item_file(name)

@@ -56,8 +56,8 @@ class LocalBox(NamedTuple):
     """A part of a tensor that a rank holds.
 
     Attributes:
-        region: Region of the whole tensor.
-        local_offsets: Its first element in the local tensor.
+        region: Position and size of the part in the whole tensor.
+        local_offsets: Position of its first element in the local tensor.
     """
 
     region: Region
@@ -89,12 +89,19 @@ class ItemMetadata:
     """
 
     def __init__(self, files: tuple[ItemFile, ...], groups_by_path: Mapping[Path, object], where: str) -> None:
+        """Store the record without checking the shardings.
+
+        Args:
+            files: File of each rank, in the order of ranks.
+            groups_by_path: Value of `nested_path_to_metadata`: for each tensor, groups of ranks with one sharding.
+            where: Subject of error messages.
+        """
         self.files, self.where = files, where
         self._groups_by_path = groups_by_path
-        self._records_by_path: dict[Path, dict[int, dict[str, object]]] = {}
+        self._records_by_path: dict[Path, dict[int, dict[str, object]]] = {}  # see `_records`
 
     def paths_of_rank(self, rank: int) -> set[Path]:
-        """Return the paths of the tensors that a rank holds."""
+        """Return the paths of the tensors that a rank holds; raises InputError if a record is damaged."""
         return {path for path in self._groups_by_path if rank in self._records(path)}
 
     def shards(self, path: Path, rank: int) -> LocalShards | None:
@@ -118,7 +125,7 @@ class ItemMetadata:
         raise UnsupportedError(f"{where}: sharding of the type {_text(kind)} is not supported; save DTensors, or a DCP")
 
     def _records(self, path: Path) -> dict[int, dict[str, object]]:
-        """Return the record of the sharding on each rank that holds a tensor."""
+        """Return rank -> `sharding_metadata`, for each rank that holds the tensor; its groups are parsed only once."""
         records = self._records_by_path.get(path)
         if records is not None:
             return records
@@ -197,6 +204,7 @@ def read_metadata(source: Source) -> Metadata | None:
 
 
 def _item_file(item: str, rank: int, layout: object, where: str) -> ItemFile:
+    """Return the file of an item on one rank; `layout` is its value in `rank_to_layout_info`."""
     if layout is None:
         layout = {"file_path": default_file(item, rank), "serialization_format": {"type": "TorchSerialization"}}
     name = layout.get("file_path") if isinstance(layout, dict) else None
@@ -325,7 +333,7 @@ def _mesh_placements(stored: object, mesh_dims: int, tensor_dims: int, where: st
 
 
 def _box_shards(data: Mapping[str, object], where: str) -> LocalShards:
-    """Return the boxes of a tensor that describes its own parts; each lies somewhere in the local tensor."""
+    """Return the parts of a tensor whose metadata lists the position of each in the whole and in the local tensor."""
     shape = _require_shape(data.get("global_shape"), where)
     columns: list[list[object]] = []
     for key in ("global_offsets", "local_offsets", "local_sizes"):

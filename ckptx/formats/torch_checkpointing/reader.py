@@ -47,7 +47,7 @@ from ckptx.wording import counted, list_names
 
 _MAX_DEPTH = 16  # levels of dicts and lists in an item
 _MAX_VALUES = 4 * MAX_TENSORS  # in one file
-_MAX_LISTED = 4
+_MAX_LISTED = 4  # names in a message
 
 
 def open_torch_checkpointing(source: Source) -> Catalog:
@@ -97,9 +97,10 @@ class _ItemReader:
         self.source = source
         self.catalog = Catalog(source.location, "torch-checkpointing", {}, opened_source=source)
         self.tensors = RankTensors()
-        self._item_by_name: dict[str, str] = {}
+        self._item_by_name: dict[str, str] = {}  # tensor name in the catalog -> item
 
     def read(self) -> Catalog:
+        """Read all items, and return the catalog; see `open_torch_checkpointing`."""
         metadata = find_metadata(self.source)
         items = group_item_files(self.source.listing())
         world_size = self._world_size(metadata, items)
@@ -122,7 +123,7 @@ class _ItemReader:
         return self.catalog
 
     def _world_size(self, metadata: Metadata | None, items: Mapping[str, Mapping[int, str]]) -> int:
-        """Return the number of ranks.
+        """Return the number of ranks in `metadata.pkl`; without one, the highest rank in file names plus 1.
 
         Raises:
             InputError: A file is of a rank that did not save the checkpoint.
@@ -189,18 +190,22 @@ class _ItemReader:
     # ---------------------------------------------------------------------------------------------------------- files
 
     def _open(self, name: str) -> SourceFiles:
-        """Return the files of the source, to be closed after reading one, which is added to the catalog."""
+        """Open the source to read one file, and add this file to the catalog; the caller closes the result."""
         files = self.source.open()
         self.catalog.identities[name] = identity = files.identity(name)
         self.catalog.files[name] = identity.nbytes
         return files
 
     def _load(self, file: str) -> Archive:
+        """Read the pickle of one archive, and add its file to the catalog."""
         with self._open(file) as files:
             return open_archive(partial(files.read, file), 0, files.size(file), f"{files.root / file}", load_state_dict)
 
     def _add_single(self, name: str, file: str) -> bool:
-        """Read an item of plain tensors of the only rank; returns False for one without, or that cannot be read.
+        """Read an item that a single rank saved without DTensors.
+
+        Returns:
+            False if the item has no tensors or cannot be read; its file is not part of the catalog then.
 
         Raises:
             InputError, UnsupportedError: It is the model, and cannot be read.
@@ -379,7 +384,7 @@ def _leaves(tree: object, where: str) -> Iterator[tuple[Path, Any]]:
                 nested.append(((*path, str(key)), item))
             pending.extend(reversed(nested))
             if len(pending) > _MAX_VALUES:
-                count = _MAX_VALUES
+                count = _MAX_VALUES  # so that the next value is refused
         else:
             yield path, value
 
@@ -396,7 +401,7 @@ def _stored_tensor(value: Any, archive: Archive, where: str) -> _StoredTensor:
 
 
 def _box_chunks(recorded: LocalShards, stored: _StoredTensor, file: str, where: str) -> Iterator[Chunk]:
-    """Yield the parts of a stored tensor that `metadata.pkl` lists.
+    """Yield the parts of a stored tensor that `metadata.pkl` lists, as chunks; parts without elements are omitted.
 
     Raises:
         InputError: The stored tensor has another shape, or a part is outside of it.
@@ -420,12 +425,13 @@ def _box_chunks(recorded: LocalShards, stored: _StoredTensor, file: str, where: 
             yield Chunk(region, file, stored.offset, stored.nbytes, stored.strides, stored.record)
         elif prod(region.sizes):
             offset = stored.offset + sum(map(int.__mul__, begins, strides)) * itemsize
-            extent = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True)) + 1
+            span = sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True)) + 1
             part_strides = None if is_row_major(region.sizes, strides) else strides
-            yield Chunk(region, file, offset, extent * itemsize, part_strides, stored.record)
+            yield Chunk(region, file, offset, span * itemsize, part_strides, stored.record)
 
 
 def _row_major_strides(shape: Shape) -> Shape:
+    """Return the strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
