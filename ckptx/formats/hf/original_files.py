@@ -54,7 +54,7 @@ def record_files(source: Catalog, notes: list[str]) -> OriginalFiles | None:
 
 
 def _record_file(source: Catalog, name: str) -> OriginalFile:
-    """Record only `__metadata__` of a file if its header can be generated from that and the tensors; else the header."""
+    """Record only `__metadata__` of a file if its header follows from that and the tensors; else the header."""
     text = source.verbatim[name]
     metadata = (_json_value(text, "__metadata__") or {}) if '"__metadata__"' in text else {}
     tensors = [entry for entry in source.tensors.values() if entry.chunks[0].file == name]

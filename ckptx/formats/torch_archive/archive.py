@@ -2,10 +2,10 @@
 
     data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory | end
 
-All members are under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes
-are raw and little-endian. The bytes of every member, after its header, start at a multiple of 64 bytes from the start
-of the archive. CRC and size of a member follow its bytes (a data descriptor), so an archive is written front to back,
-and its length depends on dtype and shape only. From 4 GiB on, sizes and offsets move to zip64 fields.
+All members are under `archive/`. `data.pkl` describes a tensor as a strided view of the storage `data/0`, whose bytes,
+the payload, are raw and little-endian. The bytes of every member, after its header, start at a multiple of 64 bytes
+from the start of the archive. CRC and size of a member follow its bytes (a data descriptor), so an archive is written
+front to back, and its length depends on dtype and shape only. From 4 GiB on, sizes and offsets move to zip64 fields.
 
 `shape` counts elements of the dtype. `torch_shape` and `strides`, as in `data.pkl`, count torch elements: pairs of
 elements for F4, the elements themselves for any other dtype.
@@ -44,11 +44,12 @@ from ckptx.formats.torch_archive.zip_directory import (
 )
 from ckptx.untrusted.limits import MAX_PICKLE_BYTES
 
-_ALIGNMENT = 64
-_UTF8 = 0x0800
-_DESCRIPTOR = 0x0008
+_ALIGNMENT = 64  # bytes
+_UTF8 = 0x0800  # zip flag: the name is UTF-8
+_DESCRIPTOR = 0x0008  # zip flag: a data descriptor follows the data
 
-# A hash of the member names, which are the same in every archive of one tensor.
+# The member `.data/serialization_id` has 40 digits. The first 20 are a hash of the member names, which are the same in
+# every archive of one tensor, the last 20 a hash of the checksums.
 _SERIALIZATION_ID = b"15728199511854643026"
 _SERIALIZATION_CRC = zlib.crc32(_SERIALIZATION_ID)
 _ID_LENGTH, _ID_DIGITS = 40, 20
@@ -117,6 +118,7 @@ _VERSION_CRC = zlib.crc32(_VERSION[1])
 
 @lru_cache(maxsize=4096)  # Some 3 KiB each; a checkpoint has a few dozen pairs of dtype and shape.
 def _build_parts(dtype: DType, torch_shape: Shape) -> _ArchiveParts:
+    """Build the archive of a row-major tensor without its payload, in the order of the members in the module."""
     nbytes = prod(torch_shape) * dtype.itemsize
     central: list[bytes] = []
     head = b""
@@ -158,6 +160,7 @@ def _build_parts(dtype: DType, torch_shape: Shape) -> _ArchiveParts:
 
 
 def _combine_hash(seed: int, crc: int) -> int:
+    """Return `c10::hash_combine` of a 64-bit hash and the CRC-32 of the next member."""
     return seed ^ ((crc + 0x9E3779B9 + (seed << 6) + (seed >> 2)) & 0xFFFFFFFFFFFFFFFF)
 
 
@@ -209,6 +212,7 @@ def pickled_int(number: int) -> bytes:
 
 
 def _local_header(name: bytes, size: int, offset: int) -> bytes:
+    """Return the header at `offset` in the archive of a member of `size` bytes, padded so that its data is aligned."""
     extra = _zip64_extra(size, 0, offset)
     padding = -(offset + LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
     extra += b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
@@ -223,6 +227,7 @@ def _zip64_extra(size: int, compressed_size: int, offset: int) -> bytes:
 
 
 def _descriptor(crc: int, size: int, offset: int) -> bytes:
+    """Return the data descriptor of a member whose header is at `offset`; empty for a member without data."""
     if not size:
         return b""
     wide = size >= ZIP32 or offset >= ZIP32
@@ -230,6 +235,7 @@ def _descriptor(crc: int, size: int, offset: int) -> bytes:
 
 
 def _central_header(name: bytes, crc: int, size: int, offset: int) -> bytes:
+    """Return the directory entry of a member of `size` bytes whose header is at `offset`."""
     extra = _zip64_extra(size, size, offset)
     flags = _UTF8 | (_DESCRIPTOR if size else 0)
     short = min(size, ZIP32)
@@ -239,6 +245,7 @@ def _central_header(name: bytes, crc: int, size: int, offset: int) -> bytes:
 
 
 def _end_records(count: int, size: int, offset: int) -> bytes:
+    """Return the bytes after a directory of `count` members, which has `size` bytes and begins at `offset`."""
     return (
         END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, offset)
         + LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
@@ -396,7 +403,8 @@ def open_archive(
         offset: First byte of the archive.
         length: Bytes of the archive.
         where: Subject of error messages.
-        load_tree: Parses the pickle; the default allows only the names that occur in a convertible checkpoint.
+        load_tree: Parses the pickle, called as `load_tree(data, where)`; its result becomes `Archive.tree`. The default
+            allows only the classes and functions that occur in a convertible checkpoint.
 
     Raises:
         InputError: The archive is damaged.
@@ -429,6 +437,7 @@ def open_archive(
         if name.startswith(f"{prefix}data/"):
             begin = data_begin(read_zip, name, member, where)
             crc = member.crc or (None if member.nbytes else 0)
+            # The key of a storage is what follows `data/`.
             records[name[len(prefix) + 5 :]] = Record(offset + begin, member.nbytes, crc)
         elif member.nbytes <= _SMALL_MEMBER_NBYTES:
             read_member(read_zip, members, name, where, _SMALL_MEMBER_NBYTES)  # torch reads some, such as the version

@@ -58,9 +58,9 @@ def read_graph(data: bytes, where: str, begin: int = 0) -> PickleGraph:
     """Parse the pickle at a position in `data`.
 
     Args:
-        data: The pickle; other bytes may follow it.
+        data: The bytes that contain the pickle.
         where: Subject of error messages.
-        begin: Its first byte.
+        begin: Position of its first byte in `data`; bytes after its end are ignored.
 
     Raises:
         InputError: It is damaged or truncated, or refers to out-of-band buffers. Nothing was executed.
@@ -89,10 +89,13 @@ def _constant(value: Any) -> Callable[[PickleMachine], None]:
 
 
 def _unsigned(count: int) -> Callable[[PickleMachine], None]:
+    """Return the operation of an opcode with an unsigned integer of `count` bytes."""
     return lambda machine: machine.stack.append(machine.unsigned_integer(count))
 
 
 def _signed(count: int) -> Callable[[PickleMachine], None]:
+    """Return the operation of an opcode with a length of `count` bytes and a signed integer of that length."""
+
     def push(machine: PickleMachine) -> None:
         length = machine.unsigned_integer(count)
         if length >> (8 * count - 1) and count == 4:
@@ -103,7 +106,7 @@ def _signed(count: int) -> Callable[[PickleMachine], None]:
 
 
 def _length_prefixed(count: int, make: Callable[[bytes], Any]) -> Callable[[PickleMachine], None]:
-    """Return the operation of an opcode with a length and as many bytes."""
+    """Return the operation of an opcode with a length of `count` bytes, and so many bytes, which `make` converts."""
     return lambda machine: machine.stack.append(make(machine.take(machine.unsigned_integer(count))))
 
 
@@ -112,6 +115,7 @@ def _text(data: bytes) -> str:
 
 
 def _text_of_python_2(data: bytes) -> str | bytes:
+    """Return the value of a Python 2 `str`: a string if it is ASCII, else bytes."""
     return data.decode("ascii") if data.isascii() else data
 
 
@@ -198,6 +202,8 @@ def _extend_from_mark(extend: Callable[[Any, list[Any]], None], in_pairs: bool) 
 
 
 def _put(read: Callable[[PickleMachine], int]) -> Callable[[PickleMachine], None]:
+    """Return the operation that stores the top of the stack in the memo; `read` consumes the index in the memo."""
+
     def remember(machine: PickleMachine) -> None:
         machine.memo[read(machine)] = machine.top()
 
@@ -205,6 +211,8 @@ def _put(read: Callable[[PickleMachine], int]) -> Callable[[PickleMachine], None
 
 
 def _get(read: Callable[[PickleMachine], int]) -> Callable[[PickleMachine], None]:
+    """Return the operation that pushes a value of the memo; `read` consumes its index in the memo."""
+
     def recall(machine: PickleMachine) -> None:
         machine.stack.append(machine.memo[read(machine)])
 
@@ -216,7 +224,10 @@ def _memoize(machine: PickleMachine) -> None:
 
 
 def _pop(machine: PickleMachine) -> None:
-    """Drop a value. A pickler drops the result of a state setter, the sixth item of a reduction."""
+    """Drop the top of the stack, a mark or a value.
+
+    A pickler drops the result of a call that sets the state of an object (the sixth item of what `__reduce__` returns).
+    """
     if machine.marks and machine.marks[-1] == len(machine.stack):
         machine.marks.pop()
         return
@@ -318,6 +329,7 @@ def _protocol(machine: PickleMachine) -> None:
 
 
 def _operations() -> list[Callable[[PickleMachine], None] | None]:
+    """Return the operation of each opcode at the index of its number; None for a number without an opcode."""
     operations: list[Callable[[PickleMachine], None] | None] = [None] * 256
     for code, operation in _BY_OPCODE.items():
         operations[code[0]] = operation

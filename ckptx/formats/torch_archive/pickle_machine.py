@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STOP = ord(".")
+# A pickle may have this many containers, and more if it has enough bytes for each.
 _MIN_CONTAINER_LIMIT = 1 << 20
 _BYTES_PER_CONTAINER = 2  # the shortest container of a real writer: an empty list and its memo opcode
 
@@ -28,7 +29,7 @@ class GlobalName:
 
 
 class PickledDict:
-    """A dict: its items in the order in which they were set."""
+    """A dict, as the list of (key, value) in the order in which they were set; duplicate keys are possible."""
 
     __slots__ = ("items",)
 
@@ -97,14 +98,24 @@ class TruncatedPickleError(Exception):
 
 
 class PickleMachine:
-    """The stack machine of a pickle."""
+    """The stack machine of a pickle.
+
+    Attributes:
+        data: The bytes that contain the pickle.
+        position: Position in `data` of the next byte to interpret.
+        stack: Values that were pushed and not popped.
+        marks: For each mark, the length of the stack when it was set.
+        memo: Memo index -> value.
+        dropped: See `PickleGraph`.
+        protocol: Protocol of the pickle; 0 if it does not state one.
+    """
 
     def __init__(self, data: bytes, begin: int) -> None:
         self.data, self.position = data, begin
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # positions in the stack
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.dropped: list[Any] = []  # see `PickleGraph`
+        self.dropped: list[Any] = []
         self.protocol = 0
         self._containers = 0
         self._max_containers = max(_MIN_CONTAINER_LIMIT, (len(data) - begin) // _BYTES_PER_CONTAINER)
@@ -114,6 +125,10 @@ class PickleMachine:
 
         Args:
             operations: Operation of each opcode, by its number; None for an invalid opcode.
+
+        Raises:
+            DamagedPickleError: The pickle is invalid; operations also raise built-in exceptions, such as KeyError.
+            TruncatedPickleError: The data ends before STOP.
         """
         data, size = self.data, len(self.data)
         while self.position < size:
@@ -172,7 +187,7 @@ class PickleMachine:
         return found
 
     def push_container(self, value: Any) -> None:
-        """Push an empty container; their number is limited, because each takes many times its one byte of input."""
+        """Push a list, dict or set. Their number is limited, because each takes many times its one byte of input."""
         self._containers += 1
         if self._containers > self._max_containers:
             raise DamagedPickleError(f"{self._containers:,} containers in {len(self.data):,} bytes")

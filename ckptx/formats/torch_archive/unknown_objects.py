@@ -14,7 +14,7 @@ from ckptx.errors import InputError
 from ckptx.formats.torch_archive.unpickle import ReadOnlyClass, StorageRef, TensorRef, UnsupportedObject
 
 _MAX_NAMES = 10_000  # classes and functions of a pickle; each takes a kilobyte
-_MAX_NAME_LENGTH = 80
+_MAX_NAME_LENGTH = 80  # characters of a module or name that are kept for messages
 
 
 class UnknownObject(metaclass=ReadOnlyClass):
@@ -62,7 +62,7 @@ class UnknownNames:
     """The stand-in classes of one pickle.
 
     Attributes:
-        classes: Stand-in by module and name.
+        classes: (module, name) -> stand-in, in the order of first use.
     """
 
     __slots__ = ("classes",)
@@ -90,7 +90,7 @@ class UnknownNames:
         return found
 
     def first(self) -> str | None:
-        """Return the dotted name of the first class or function; None if the pickle names none."""
+        """Return the dotted name of the first unknown class or function; None if the pickle refers to none."""
         return next((each.__dict__["class_name"] for each in self.classes.values()), None)
 
 

@@ -33,9 +33,10 @@ from ckptx.catalog.dtype import DTYPES_BY_STORAGE_CLASS, DTYPES_BY_TORCH_NAME, D
 from ckptx.errors import CkptxError, InputError
 from ckptx.untrusted.limits import MAX_DIMS, find_shape_fault
 
-Globals = Mapping[tuple[str, str], object]
-UnknownName = Callable[[str, str], object]
+Globals = Mapping[tuple[str, str], object]  # (module, name) -> stand-in
+UnknownName = Callable[[str, str], object]  # (module, name) -> stand-in
 
+# Opcodes without an argument, and those with an argument of a fixed number of bytes.
 _NO_ARGUMENT = re.escape(b"(N)]taesubR0\x81\x85\x86\x87\x88\x89\x90\x93\x94Q")
 _WITH_ARGUMENT = rb"[Khq\x80].|M..|[Jj]....|[G\x95]........"
 # Everything between two strings in one match; bounded, because the regex engine keeps a record per repetition.
@@ -47,11 +48,13 @@ _LENGTH_1_OPCODES = frozenset(b"\x8cC")  # SHORT_BINUNICODE, SHORT_BINBYTES
 _LENGTH_4_OPCODES = frozenset(b"XB")  # BINUNICODE, BINBYTES
 _GLOBAL, _LONG_BINPUT, _STOP, _LONG1 = b"cr.\x8a"
 _MAX_INTEGER_BYTES = 8
+# A pickle may have this many empty containers, and more if it has enough bytes for each.
 _MIN_CONTAINER_LIMIT = 1 << 20
+# A dict with at least so many keys refuses numbers beyond `_MAX_KEY`, and a number that it already has.
 _MAX_UNCHECKED_KEYS = 1000
 _MAX_KEY = 1 << 20  # the parameters of an optimizer are numbered from 0 on
 _BYTES_PER_CONTAINER = 4
-_MAX_DTYPE_LENGTH = 40
+_MAX_DTYPE_LENGTH = 40  # characters
 
 # A dtype that ckptx does not know is allowed here and refused later, in an error that names its tensor.
 _DTYPE_NAME = re.compile(r"(?:bfloat|complex|float|bits|q?u?int|bool)\w*")
@@ -98,6 +101,7 @@ def describe_refused_name(name: str) -> str:
 
 
 def _enum_member(enum_class: object, name: object) -> object:
+    """Stand in for `getattr`, which may only look up a member of an enum."""
     if not (isinstance(enum_class, EnumClass) and isinstance(name, str)):
         raise InputError(f"{describe_refused_name('builtins.getattr')}; save only tensors and plain values")
     return enum_class(name)
@@ -222,6 +226,7 @@ class _Unpickler(pickle.Unpickler):
         persistent: Callable[[object], object] | None,
         unknown: UnknownName | None,
     ) -> None:
+        # An endless supply of new dicts, for the opcodes that `_scan` put in place of those for dicts and sets.
         super().__init__(_Peekable(data), buffers=starmap(SafeDict, repeat(())))
         self._allowed = allowed
         self._persistent = persistent
@@ -262,9 +267,9 @@ def _scan(data: bytes, where: str) -> bytearray:
     position = 0
     try:
         while True:
-            run = match(data, position)
-            assert run is not None  # the pattern matches the empty string
-            end = run.end()
+            skipped = match(data, position)
+            assert skipped is not None  # the pattern matches the empty string
+            end = skipped.end()
             code = data[end]
             if code in _REPLACED_OPCODES:
                 checked[end] = _REPLACED_OPCODES[code]
@@ -330,7 +335,7 @@ class TensorRef(NamedTuple):
     Attributes:
         storage: Storage of its elements.
         dtype: Dtype of its elements.
-        offset: Index of the first element in the storage.
+        offset: Index of the first element in the storage, in torch elements.
         shape: Shape in torch elements.
         strides: Strides in torch elements.
         flags: Names of flags that change the values, such as "conj" and "neg".
@@ -379,6 +384,7 @@ LAYOUT_STAND_IN = Call(_layout_stand_in)
 
 
 def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
+    """Return the stand-in for a persistent id of torch: ("storage", class, key, device, number of elements)."""
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
         raise InputError(
             "refers to an object outside the pickle that is not a storage; the file is damaged, copy it again"
@@ -394,11 +400,12 @@ def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
 
 
 def _is_count(value: object) -> bool:
+    """Return True for an integer that fits into 63 bits."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Return True for a tuple of at most 64 counts."""
+    """Return True for a tuple of at most `MAX_DIMS` integers from 0 to 2**63 - 1."""
     return type(value) is tuple and len(value) <= MAX_DIMS and all(map(_is_count, value))
 
 
@@ -460,7 +467,10 @@ def _parameter(data: object, grad: object, hooks: object, state: object = None) 
 
 
 def rebuild_from_type(function: object, kind: object, arguments: object, state: object) -> object:
-    """Rebuild a tensor with Python attributes, which are dropped; tensors of a subclass are not converted."""
+    """Stand in for torch's `_rebuild_from_type_v2`, which rebuilds a tensor with Python attributes or of a subclass.
+
+    The attributes are dropped; a tensor of a subclass becomes an `UnsupportedObject`.
+    """
     if kind in _PLAIN_TENSORS and function in _REBUILD_FUNCTIONS and isinstance(arguments, tuple):
         assert isinstance(function, Call)
         return function(*arguments)

@@ -23,7 +23,7 @@ END = struct.Struct("<4sHHHHIIH")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR = struct.Struct("<4sIQI")
 
-# The end record may be followed by a comment of 64 KiB. Larger directories than the limit are refused.
+# Bytes. The end record may be followed by a comment of 64 KiB. Larger directories than the limit are refused.
 _END_SEARCH = 22 + 0xFFFF
 _DIRECTORY_LIMIT = 1 << 26
 _UNREADABLE_FLAGS = 0x2061  # encryption, patches and a masked header, which torch does not read
@@ -54,6 +54,11 @@ def damaged_error(where: str, reason: str) -> InputError:
 
 def read_directory(read_zip: ReadBytes, length: int, where: str) -> dict[str, Member]:
     """Return all members by name, in the order of the zip directory.
+
+    Args:
+        read_zip: Reads bytes of the zip.
+        length: Size of the zip in bytes.
+        where: Subject of error messages.
 
     Raises:
         InputError: There is no directory, or it is damaged.
@@ -112,7 +117,7 @@ def _parse_members(directory: bytes, count: int, where: str) -> dict[str, Member
 
 
 def _zip64_fields(extra: bytes, fields: tuple[int, int, int], where: str) -> tuple[int, ...]:
-    """Return the fields with those that exceed 32 bits replaced from the zip64 block of a directory entry."""
+    """Return size, stored size and header offset, with values from the zip64 block in place of those of `ZIP32`."""
     position = 0
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, position)
@@ -141,7 +146,7 @@ def data_begin(read_zip: ReadBytes, name: str, member: Member, where: str) -> in
         raise damaged_error(where, f"no header for member {name[:60]!r}")
     if read_zip(member.header_offset + LOCAL.size, int(fields[9])).decode("utf-8", "replace") != name:
         raise damaged_error(where, f"the header of member {name[:60]!r} has another name")
-    read_zip(begin + member.nbytes, 0)
+    read_zip(begin + member.nbytes, 0)  # raises if the data extends beyond the zip
     return begin
 
 
