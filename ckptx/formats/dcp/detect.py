@@ -18,7 +18,13 @@ _PART_DIRECTORIES = (
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
-    """Find a DCP in one directory or two; next to an optimizer DCP the model may be in sharded safetensors."""
+    """Find a DCP in one directory, or in a model and an optimizer directory; None if there is none.
+
+    Next to an optimizer DCP, the model may be in sharded safetensors.
+
+    Raises:
+        InputError, UnsupportedError: See `detect_weights`, which is called for such a model directory.
+    """
     listing = source.listing()
     if listing.has(_METADATA):
         return LocatedCheckpoint(source, "dcp", (".",))
@@ -44,6 +50,7 @@ def refuse_interrupted(source: Source) -> None:
 
 
 def _has_shards(source: Source, name: str, read_shapes: ShapeReader) -> bool:
+    """Return True if the subdirectory `name` exists and has sharded safetensors."""
     if not source.listing().is_directory(name):
         return False
     directory = source.with_location(source.location / name)

@@ -36,7 +36,7 @@ class DcpLayout(NamedTuple):
 
     Attributes:
         catalog: Tensors and objects with their files and byte offsets.
-        groups: Names of the files that are written together, by group.
+        groups: For each group of files that are written together, their names.
     """
 
     catalog: Catalog
@@ -68,7 +68,7 @@ def in_torch_elements(dtype: DType, counts: Shape, name: str) -> Shape:
 
 
 def _archive_length(dtype: DType, shape: Shape, name: str) -> int:
-    """Return the length of an archive in bytes; raises the errors of `in_torch_elements`."""
+    """Return the length in bytes of the archive of one chunk; raises the errors of `in_torch_elements`."""
     in_torch_elements(dtype, shape, name)
     return archive_length(dtype, shape)
 
@@ -90,6 +90,7 @@ def allocate(root: Location, tensors: Iterable[TensorEntry], files: int | None) 
         UnsupportedError: torch cannot hold a tensor.
     """
     entries = list(tensors)
+    # (dtype, shape) -> the only block of such a tensor, and its archive length.
     layouts: dict[tuple[DType, Shape], tuple[tuple[Block, ...], tuple[int, ...]]] = {}
     for entry in entries:
         dtype, shape = entry.dtype, entry.shape
@@ -135,12 +136,12 @@ def parts_per_rank(stage_sizes: Sequence[int], ranks: int) -> int:
     """Return the number of parts into which the tensors of a stage are split: one file each on every rank.
 
     Args:
-        stage_sizes: Bytes of each pipeline stage.
+        stage_sizes: Bytes of the tensors of each pipeline stage.
         ranks: Number of ranks per stage.
     """
     parts = max(1, min(_MAX_FILES, -(-max(stage_sizes) // (ranks * _BYTES_PER_FILE))))
-    is_single_file = parts == 1 and sum(1 for nbytes in stage_sizes if nbytes) == 1
-    return 2 if is_single_file and sum(stage_sizes) > _BYTES_FOR_ONE_WRITER else parts
+    is_single_group = parts == 1 and sum(1 for nbytes in stage_sizes if nbytes) == 1
+    return 2 if is_single_group and sum(stage_sizes) > _BYTES_FOR_ONE_WRITER else parts
 
 
 def allocate_sharded(
@@ -189,10 +190,11 @@ def allocate_sharded(
     return DcpLayout(catalog, tuple(tuple(groups[key]) for key in sorted(groups)))
 
 
-_Members = list[tuple[TensorEntry, tuple[Block, ...]]]
+_Members = list[tuple[TensorEntry, tuple[Block, ...]]]  # tensors of one stage, each with its blocks
 
 
 def _split_into_parts(members: _Members, count: int) -> Iterator[tuple[int, _Members]]:
+    """Split tensors into `count` consecutive parts of about equal bytes; yield (index, part)."""
     parts: list[_Members] = [[] for _ in range(count)]
     for member, part in zip(members, split_evenly([entry.nbytes for entry, _ in members], count), strict=True):
         parts[part].append(member)
@@ -217,7 +219,16 @@ class _SharedSharding(NamedTuple):
 
 
 def _append_tensors(catalog: Catalog, members: _Members, file_names: list[str]) -> dict[int, int]:
-    """Append tensors to one file per rank_in_stage; return the bytes of each file that received some."""
+    """Append tensors to one new file per rank of a stage.
+
+    Args:
+        catalog: Receives the tensors.
+        members: Tensors with their blocks, which must be kept alive: their `id` is a key.
+        file_names: Name of the file of each rank, by `rank_in_stage`.
+
+    Returns:
+        rank_in_stage -> bytes of its file, for the ranks that have blocks.
+    """
     shardings: dict[tuple[int, DType], _SharedSharding] = {}
     sizes: dict[int, int] = {}
     for entry, blocks in members:

@@ -42,6 +42,9 @@ def torch_dist_sidecars(source: Source) -> tuple[Sidecar, ...]:
 
 
 def names_without_backend_file(source: Source, sidecars: Iterable[Sidecar]) -> list[str]:
-    """Return the sidecars for an output in another format, which `metadata.json` would misdescribe as `torch_dist`."""
+    """Return the names of the sidecars for an output in another format.
+
+    `metadata.json` of a `torch_dist` checkpoint is left out, because it would misdescribe the output as `torch_dist`.
+    """
     dropped = {BACKEND_FILE} if is_torch_dist(source) else set()
     return [sidecar.name for sidecar in sidecars if sidecar.name not in dropped]

@@ -25,7 +25,7 @@ from ckptx.storage.interface import SourceFiles
 
 _COMMON_OBJECT = "common_state"
 _NAMESPACE = "argparse.Namespace"
-_MAX_DEPTH = 8  # of a step in the state of the optimizers; chained ones are a list
+_MAX_DEPTH = 8  # levels of dicts and lists around a `step`; chained optimizers are a list
 _MAX_NBYTES = 64 << 20  # arguments take 20 KB; optimizers with a step for each parameter take more
 
 
@@ -33,15 +33,15 @@ class CommonState(NamedTuple):
     """State that is equal on all ranks.
 
     Attributes:
-        where: The file or object that records it.
-        values: Value by name; objects are stand-ins.
+        where: The file or object that records it, for messages.
+        values: Contents of the pickled dict, with stand-ins for objects.
     """
 
     where: str
     values: Mapping[Any, Any]
 
     def arguments(self) -> dict[str, Any] | None:
-        """Return value by name, as in `args.num_layers`; None if no arguments are recorded."""
+        """Return the arguments of the run by name, such as `num_layers`; None if none are recorded."""
         arguments = self.values.get("args")
         if not isinstance(arguments, UnknownObject) or type(arguments).class_name != _NAMESPACE:
             return None
@@ -54,7 +54,7 @@ class CommonState(NamedTuple):
 
 
 def read_common_state(catalog: Catalog, files: SourceFiles) -> CommonState | None:
-    """Return the common state of a checkpoint; None if it has none.
+    """Return the common state of a checkpoint; None if it has none, or if the pickle is not a dict.
 
     Args:
         catalog: Catalog of the checkpoint.

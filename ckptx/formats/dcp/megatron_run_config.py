@@ -21,7 +21,7 @@ RUN_CONFIG_FILE = "run_config.yaml"
 _MAX_NBYTES = 512 << 10  # files take 20 to 60 KB; Python code parses 512 KiB in up to 8 s
 
 _COUNT, _NUMBER, _FLAG = "a positive integer", "a number", "true or false"
-# Field -> its type. Each can be null, which leaves it to Bridge; without groups, each head is a group.
+# Field -> its type. Each can be null: then Bridge chooses the value. Null query groups are as many as heads.
 _FIELDS = {
     "num_layers": _COUNT,
     "hidden_size": _COUNT,
@@ -38,6 +38,7 @@ _FIELDS = {
     "rotary_interleaved": _FLAG,
     "share_embeddings_and_output_weights": _FLAG,
 }
+# Keys of the file that are parsed, see `parse_yaml`.
 _KEYS = {"model": {**dict.fromkeys(_FIELDS), "transformer": dict.fromkeys(_FIELDS)}}
 
 

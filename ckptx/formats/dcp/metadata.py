@@ -37,7 +37,7 @@ from ckptx.untrusted.limits import MAX_DIMS, MAX_JSON_DEPTH, MAX_NUMEL_BITS, MAX
 _INTEGER_TYPES = frozenset({int})
 _INVALID_SHAPE = f"sizes or offsets are not a tuple of at most {MAX_DIMS} integers from 0 to 2^{MAX_NUMEL_BITS} - 1"
 
-StorageKey = tuple[str, Shape | None]
+StorageKey = tuple[str, Shape | None]  # FQN, and offsets of a chunk in torch elements; None for an object
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -65,7 +65,7 @@ class StorageInfo(NamedTuple):
 
     Attributes:
         path: File name relative to the directory of `.metadata`.
-        offset: First byte in the file.
+        offset: Position of the first byte in the file.
         length: Number of bytes.
         transforms: Names of the stream transforms of the bytes, such as compression; None for plain bytes.
     """
@@ -83,7 +83,7 @@ class DcpMetadata:
     Attributes:
         tensors: Tensors by FQN.
         objects: FQNs of pickled objects.
-        storage: Locations by (FQN, chunk offsets); None instead of offsets for objects. Entries may share bytes.
+        storage: Location of each chunk and object, see `StorageKey`. Several may have the same bytes (aliases).
         planner_data: Path of each FQN in the nested state dict; custom planners may store other values.
         version: Version of the DCP format; None before torch 2.5.
     """
@@ -202,6 +202,7 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
 
 
 def _parse(root: object, where: str, nbytes: int) -> DcpMetadata:
+    """Parse the unpickled value; `nbytes`, the size of the file, limits the number of chunks and values in it."""
     if not isinstance(root, _Metadata):
         raise InputError(
             f"{where}: expected the metadata of a torch DCP, found a pickled {type(root).__name__}; copy it again"
@@ -251,7 +252,7 @@ class ShapeCache:
         return shape
 
     def region(self, offsets: Any, sizes: Any) -> Region:
-        """Return the stored region with these offsets and sizes."""
+        """Return the stored region with these offsets and sizes, which the caller keeps alive."""
         region = self._regions.get((id(offsets), id(sizes)))
         if region is None:
             begin, extent = self.shape(offsets), self.shape(sizes)
@@ -307,7 +308,7 @@ def _parse_state(
             size = shapes.shape(fields["size"])
             if (fault := shapes.fault(size)) is not None:
                 raise ValueError(f"{fqn!r} has {fault}")
-            tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))
+            tensors[fqn] = TensorMetadata(dtype[6:], size, tuple(chunks))  # the name after `torch.`
         elif type(value) is _BytesStorage:
             objects.append(fqn)
         else:
@@ -338,6 +339,7 @@ def _parse_storage(storage: Any, shapes: ShapeCache, strings: _StringChecker) ->
 
 
 def _transform_names(transforms: Any) -> tuple[str, ...]:
+    """Return the first eight names, shortened for a message."""
     if not isinstance(transforms, list | tuple):
         raise TypeError("transforms are not a list")
     return tuple(each[:80] if isinstance(each, str) else f"a {type(each).__name__}" for each in transforms[:8])

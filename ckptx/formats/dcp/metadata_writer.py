@@ -128,6 +128,7 @@ def pickle_metadata(
 
 
 def _emit_storage(storage: Iterable[StorageEntry | ShardedStorageEntries], emitter: PickleEmitter) -> Iterator[bytes]:
+    """Yield the opcodes of the entries of `storage_data`."""
     key = emitter.emit_new(METADATA_MODULE, "MetadataIndex") + emitter.emit_text("fqn")
     entry_codes = _StorageEntryCodes(emitter)
     # Codes by `id` of regions, files and lengths; with the entries themselves, so that these ids stay unique.
@@ -189,6 +190,7 @@ class _StorageEntryCodes:
 
 
 BYTES_CLASS = "BytesStorageMetadata"
+# Classes, functions and names of fields that `PickleEmitter.emit_head` puts into the memo.
 _CLASSES = (
     (METADATA_MODULE, "Metadata"),
     (METADATA_MODULE, "TensorStorageMetadata"),
@@ -223,7 +225,8 @@ class PickleEmitter:
     """Emits opcodes for values and memoizes repeated ones, so results must be written in the order of the calls.
 
     Attributes:
-        memo: Opcodes that refer to a value, by string, shape, (module, name) of a global, or ("properties", dtype).
+        memo: Value -> opcodes that get it from the memo. A value is a string, a shape, (module, name) for a class or
+            function, or ("properties", dtype) for the properties of a tensor.
     """
 
     __slots__ = ("memo",)

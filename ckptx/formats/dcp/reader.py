@@ -53,10 +53,10 @@ def open_dcp(source: Source) -> Catalog:
         catalog = Catalog(root, "dcp", {}, identities=source.read_identities((METADATA,)), opened_source=source)
         data = _read_metadata(source)
         metadata = parse_own_metadata(data) or _locate_chunks(parse_metadata(data, f"{root / METADATA}"), root)
-        shardings, locations = _MetadataChecker(root), metadata.locations
+        checker, locations = _MetadataChecker(root), metadata.locations
         is_ascending: dict[int, bool] = {}
         entries = [
-            _tensor_entry(name, shardings.sharding_of(name, tensor), locations[name], is_ascending)
+            _tensor_entry(name, checker.sharding_of(name, tensor), locations[name], is_ascending)
             for name, tensor in metadata.tensors.items()
         ]
         entries.sort(key=lambda entry: entry.position if entry.chunks else ("", 0))
@@ -162,7 +162,7 @@ class _MetadataChecker:
     def __init__(self, root: Location) -> None:
         self._subject = str(root / METADATA)
         self._known: dict[int, _TensorSharding] = {}  # by `id` of the `TensorMetadata`, which outlives this object
-        self._checked: dict[tuple[DType, bytes], _TensorSharding] = {}
+        self._checked: dict[tuple[DType, bytes], _TensorSharding] = {}  # by dtype, and `id` of size and regions
 
     def sharding_of(self, name: str, tensor: TensorMetadata) -> _TensorSharding:
         """Return the sharding of a tensor.
@@ -231,7 +231,11 @@ def _check_coverage(where: str, shape: Shape, regions: Sequence[Region]) -> None
 
 
 def _check_files(catalog: Catalog) -> dict[str, FileIdentity]:
-    """Return the identities of the files in `.metadata`, checked to be as long as their last chunk requires."""
+    """Return the identities of the files to which `.metadata` refers.
+
+    Raises:
+        InputError: A file is missing, outside the directory, a git-lfs pointer, or ends before its last chunk.
+    """
     source, required_sizes = catalog.source, _required_file_sizes(catalog)
     paths = {name: resolve_inside(catalog.root, name) for name in sorted(required_sizes)}
     identities = source.read_identities(paths)
@@ -281,7 +285,7 @@ def locate_payloads(catalog: Catalog, files: SourceFiles, *, lazy: bool = False)
 
     Raises:
         InputError: An archive is damaged, or has another dtype or shape than `.metadata` lists.
-        UnsupportedError: A conjugate or negative view, compressed or safetensors payloads.
+        UnsupportedError: A conjugate or negative view, compressed or safetensors payloads, or F4 that is not row-major.
     """
     tensors = {}
     reader = _ReadAheadFiles(files)
@@ -333,12 +337,12 @@ def _locate_all(entry: TensorEntry, files: SourceFiles, archives: Iterable[Chunk
 class _ReadAheadFiles:
     """Reads a little more than requested, because the head of the next archive follows the end of each."""
 
-    _NBYTES = 2560
+    _NBYTES = 2560  # more than the end of an archive and the head of the next, some 900 and 700 bytes
 
     def __init__(self, files: SourceFiles) -> None:
         self.root = files.root
         self._files = files
-        self._windows: dict[str, tuple[int, bytes]] = {}
+        self._windows: dict[str, tuple[int, bytes]] = {}  # file -> position and bytes of the last read
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes; see `SourceFiles.read`."""
@@ -354,6 +358,7 @@ class _ReadAheadFiles:
 
 
 def _locate(entry: TensorEntry, chunk: Chunk, files: _ReadAheadFiles) -> Chunk:
+    """Return an archived chunk with the location of its elements; raises the errors of `locate_payloads`."""
     region, file, offset, length = chunk[:4]
     dtype = entry.dtype
     torch_shape = dtype.to_torch_elements(region.sizes)
