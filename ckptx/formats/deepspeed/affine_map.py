@@ -30,7 +30,7 @@ class AffineMap(NamedTuple):
         shape: Shape of the whole tensor, with as many dims as the parameter or more.
         local_shapes: Shape of the shard of each rank, with as many dims.
         dim: The only dim along which they are sharded.
-        ranges: Ranges along this dim.
+        ranges: Ranges along this dim, one for each view with elements.
     """
 
     shape: Shape
@@ -40,7 +40,16 @@ class AffineMap(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A region of a shard, with offsets in elements and strides in the whole tensor and in the shard."""
+    """A region of a shard.
+
+    Attributes:
+        rank: Tensor parallel rank of the shard.
+        shape: Shape of the region.
+        source: Index of its first element in the whole tensor, in row-major order.
+        source_strides: Strides in the whole tensor, in elements; not checked.
+        dest: Index of its first element in the shard.
+        dest_strides: Strides in the shard, in elements; not checked.
+    """
 
     rank: int
     shape: Shape
@@ -75,6 +84,7 @@ def read_affine_map(value: object, ranks: int, subject: str) -> AffineMap:
         views += [_view(rank, each, subject) for each in require_list(of_rank.get("pieces"), subject, "pieces")]
     if any(len(shape) != len(whole) for shape in (*local_shapes, *(view.shape for view in views))):
         raise damaged_error(subject, "has shapes of different numbers of dims")
+    # Dims along which a view is not as large as the whole tensor and its shard.
     dims = {
         dim
         for view in views

@@ -17,7 +17,9 @@ _SAMPLED = 1024  # elements that show if a flat tensor is constant
 
 
 def refuse_copies(files: SourceFiles, parts_by_rank: Sequence[Sequence[FlatPart]]) -> None:
-    """Refuse two ranks whose flat tensors are equal and not constant.
+    """Refuse two ranks whose flat tensors are equal and not all constant.
+
+    A rank is skipped if one of its flat tensors has no checksum.
 
     Args:
         files: Files of the checkpoint.

@@ -18,7 +18,7 @@ from ckptx.formats.rank_files import ShapeReader
 from ckptx.formats.unsupported import is_unsupported_deepspeed, refuse_directory
 from ckptx.storage.interface import Source
 
-_MAX_TAG_BYTES = 4096
+_MAX_TAG_BYTES = 4096  # of the file `latest`
 
 
 def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None:
@@ -56,13 +56,18 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
 
 
 def locate_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
-    """Find the checkpoint of a given file: the weights alone for a `mp_rank_00_model_states.pt`, else the directory."""
+    """Find the checkpoint of a given file; None for a file that is not one of DeepSpeed's.
+
+    For a `mp_rank_00_model_states.pt`, the checkpoint is the weights alone, in the files of all tensor parallel ranks;
+    for any other file, it is the directory.
+    """
     if is_model_file(name):
         return LocatedCheckpoint(source, "deepspeed", tuple(sorted(filter(is_model_file, source.listing()))))
     return LocatedCheckpoint(source, "deepspeed", _step_files(source)) if is_deepspeed_file(name) else None
 
 
 def _names_in(source: Source, directory: str) -> tuple[str, ...]:
+    """Return the names in a subdirectory; empty for a hidden one."""
     return () if directory.startswith(".") else tuple(source.with_location(source.location / directory).listing())
 
 

@@ -74,7 +74,7 @@ def is_model_file(name: str) -> bool:
 
 
 def tensor_parallel_rank(name: str) -> int:
-    """Return the tensor parallel rank that wrote a file of a step."""
+    """Return the tensor parallel rank that wrote a file for which `is_deepspeed_file` is True."""
     match = _MODEL_FILE.fullmatch(name)
     if match is not None:
         return int(match[1])
@@ -89,7 +89,10 @@ def is_deepspeed_file(name: str) -> bool:
 
 
 def step_directory(names: Sequence[str]) -> str:
-    """Return the directory of the model states among files of one step: empty, or with a slash at the end."""
+    """Return the directory of the model states among files of one step: empty, or with a slash at the end.
+
+    At least one base name must be one for which `is_deepspeed_file` is True.
+    """
     name = next(name for name in names if is_deepspeed_file(name.rpartition("/")[2]))
     return name[: name.rfind("/") + 1]
 

@@ -1,12 +1,14 @@
 """Chunks of tensors that ZeRO stores as ranges of flat tensors, one flat tensor per rank.
 
-A parameter is a range of elements, in row-major order. Stages 1 and 2 concatenate the parameters of a group and split
-the result into equal parts; stage 3 splits each parameter, and concatenates the parts of a rank:
+A parameter is a range of elements, in row-major order. Stages 1 and 2 concatenate the parameters of an optimizer group
+and split the result into equal ranges, one per rank; stage 3 splits each parameter into equal ranges, and concatenates
+those of a rank. Element k of a parameter is on rank (shift + k) // numel_per_rank, and there at index
+first + (shift + k) % numel_per_rank of the flat tensor, with these numbers of elements:
 
-    element k of a parameter is on rank (shift + k) // part, there at first + (shift + k) % part
-
-    stages 1 and 2    part: length of a flat tensor    shift: elements before the parameter    first: 0
-    stage 3           part: ceil(numel / ranks)        shift: 0    first: length of the parts before, on one rank
+                      numel_per_rank             shift                     first
+    stages 1 and 2    length of a flat tensor    before the parameter,     0
+                                                 in the concatenation
+    stage 3           ceil(numel / ranks)        0                         before the parameter, in the flat tensor
 
 A range that begins or ends within a row is several regions (`flat_range_regions`). The chunks of a tensor are created
 when they are read, because a checkpoint of 512 ranks has a million of them.
@@ -42,7 +44,13 @@ class FlatPart(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A region of a parameter on one rank; `position` is the index of its first element, relative to `first`."""
+    """A region of a parameter on one rank.
+
+    Attributes:
+        rank: Data parallel rank.
+        position: Index of its first element in the flat tensor of the rank, minus `first` (see the module).
+        region: The region.
+    """
 
     rank: int
     position: int
@@ -55,21 +63,21 @@ class FlatLayout:
     Attributes:
         shape: Shape of the parameter.
         shift: See the module.
-        part: See the module; at least 1.
+        numel_per_rank: See the module; at least 1.
     """
 
-    __slots__ = ("_pieces", "part", "shape", "shift")
+    __slots__ = ("_pieces", "numel_per_rank", "shape", "shift")
 
-    def __init__(self, shape: Shape, shift: int, part: int) -> None:
-        self.shape, self.shift, self.part = shape, shift, part
+    def __init__(self, shape: Shape, shift: int, numel_per_rank: int) -> None:
+        self.shape, self.shift, self.numel_per_rank = shape, shift, numel_per_rank
         self._pieces: tuple[_Piece, ...] | None = None
 
     @property
     def ranks(self) -> range:
         """The ranks that hold elements of the parameter."""
         numel = prod(self.shape)
-        first = self.shift // self.part
-        return range(first, (self.shift + numel - 1) // self.part + 1) if numel else range(0)
+        first = self.shift // self.numel_per_rank
+        return range(first, (self.shift + numel - 1) // self.numel_per_rank + 1) if numel else range(0)
 
     @property
     def pieces(self) -> tuple[_Piece, ...]:
@@ -81,10 +89,10 @@ class FlatLayout:
     def _split(self) -> Iterator[_Piece]:
         numel = prod(self.shape)
         for rank in self.ranks:
-            begin = max(rank * self.part - self.shift, 0)
-            end = min((rank + 1) * self.part - self.shift, numel)
+            begin = max(rank * self.numel_per_rank - self.shift, 0)
+            end = min((rank + 1) * self.numel_per_rank - self.shift, numel)
             for region in flat_range_regions(self.shape, begin, end):
-                yield _Piece(rank, self.shift + begin - rank * self.part, region)
+                yield _Piece(rank, self.shift + begin - rank * self.numel_per_rank, region)
                 begin += region.numel
 
 

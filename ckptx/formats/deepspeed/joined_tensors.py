@@ -1,10 +1,12 @@
 """Join the shards of the tensor parallel ranks to whole tensors, without reading their elements.
 
-A chunk of a shard is a region of the shard. A piece of a `Join` contains a part of it, which lies elsewhere in the
-whole tensor. If each rank has other elements, the chunks of the tensor are created when they are read, as those of its
-shards are.
-If several ranks have the same elements, those of the first one are chunks and the others their replicas, which readers
-compare. The flat tensors of the ranks can split them at different elements, so both are split at the points of all.
+The chunks of a shard have regions of the shard. A `Join` states where pieces of the shard are in the whole tensor; the
+part of a chunk that is inside a piece becomes a chunk of the whole tensor.
+
+If no two ranks have the same elements, these chunks are created when they are read, like the chunks of the shards.
+If several ranks have the same elements, those of the first rank become chunks, and those of the others their replicas,
+which readers compare. The flat tensors of two ranks can split the same elements at different points, but a replica must
+have the same region as its chunk, so the elements of each rank are split at the points of all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ckptx.mapping.rewrite import slice_chunk
 
 
 class RecentChunks:
-    """The chunks of the tensors that were read last; those of all tensors would take too much memory."""
+    """Cache of the chunks of the last 16 tensors; those of all tensors would take too much memory."""
 
     _MAX_TENSORS = 16
 
@@ -26,7 +28,7 @@ class RecentChunks:
         self._chunks: dict[int, tuple[JoinedChunks, tuple[Chunk, ...]]] = {}
 
     def of(self, owner: JoinedChunks) -> tuple[Chunk, ...]:
-        """Return the chunks of a tensor, which are created if it is not among the last ones."""
+        """Return the chunks of a tensor, from the cache if it has them."""
         known = self._chunks.get(id(owner))
         if known is not None:
             return known[1]
@@ -38,12 +40,12 @@ class RecentChunks:
 
 
 class JoinedChunks(ComputedChunks):
-    """The chunks of a whole tensor, of which each rank has other elements.
+    """The chunks of a whole tensor of which no two ranks have the same elements.
 
     Attributes:
         shards: The shard of each tensor parallel rank.
-        pieces: The pieces of these shards.
-        recent: Chunks of this tensor and of others.
+        pieces: Pieces of these shards, which tile the whole tensor.
+        recent: Cache of the chunks of this tensor and of others.
     """
 
     __slots__ = ("pieces", "recent", "shards")
@@ -52,7 +54,7 @@ class JoinedChunks(ComputedChunks):
         self.shards, self.pieces, self.recent = shards, pieces, recent
 
     def create(self) -> Iterator[Chunk]:
-        """Yield newly created chunks."""
+        """Create the chunks, without using the cache."""
         for piece in self.pieces:
             yield from _chunks_of_piece(self.shards[piece.rank], piece)
 
@@ -73,7 +75,7 @@ def join_shards(name: str, shards: Sequence[TensorEntry], join: Join, recent: Re
         name: Name of the whole tensor.
         shards: The shard of each tensor parallel rank, of the shapes for which the join was made, and of one dtype.
         join: Positions of the shards.
-        recent: Keeps the chunks of the tensors of one checkpoint that were read last.
+        recent: Cache of chunks, one for all tensors of the checkpoint.
     """
     dtype = shards[0].dtype
     if 0 in join.shape:
@@ -92,7 +94,7 @@ def join_shards(name: str, shards: Sequence[TensorEntry], join: Join, recent: Re
 
 
 def _chunks_of_piece(shard: TensorEntry, piece: Piece) -> Iterator[Chunk]:
-    """Yield the chunks of a shard that contain elements of a piece, with their regions of the whole tensor."""
+    """Yield the parts of the chunks of a shard that are inside a piece, with their regions of the whole tensor."""
     shift = [whole - local for whole, local in zip(piece.offsets, piece.local.offsets, strict=True)]
     for chunk in shard.chunks:
         part = piece.local.intersect(chunk.region)
@@ -103,9 +105,10 @@ def _chunks_of_piece(shard: TensorEntry, piece: Piece) -> Iterator[Chunk]:
 
 
 def _common_regions(by_rank: Sequence[Sequence[Region]]) -> list[Region]:
-    """Return the regions into which the splits of all ranks divide the same elements.
+    """Return the regions that result if the same elements are split at the points of all ranks.
 
-    The regions of each rank are consecutive ranges of these elements, in row-major order.
+    Args:
+        by_rank: Regions into which each rank splits the elements, as consecutive ranges in row-major order.
     """
     common = list(by_rank[0])
     for regions in by_rank[1:]:
@@ -132,7 +135,10 @@ def _overlaps(a: Sequence[Region], b: Sequence[Region]) -> Iterator[Region]:
 
 
 def _split(chunks: Sequence[Chunk], regions: Sequence[Region], shard: TensorEntry) -> Iterator[Chunk]:
-    """Yield a chunk for each region; the regions of each chunk are consecutive, and no region is in two chunks."""
+    """Split the chunks of a shard, so that there is one for each region.
+
+    The regions are in the order of the chunks, and each one is inside a single chunk.
+    """
     remaining = iter(regions)
     for chunk in chunks:
         numel = chunk.region.numel

@@ -18,20 +18,20 @@ from ckptx.errors import InputError
 from ckptx.formats.deepspeed.file_names import MODEL_FILE
 from ckptx.storage.interface import SourceFiles
 
-_SAMPLE = 8  # elements, in each of three places
-_ITEM_FORMATS = {"F32": "I", "F16": "H", "BF16": "H"}  # struct formats of the bits
+_SAMPLE = 8  # elements that are compared at each place
+_ITEM_FORMATS = {"F32": "I", "F16": "H", "BF16": "H"}  # dtype -> struct format of an unsigned integer of the same size
 _NAN = -1  # stands for all values that are not a number, whose bits depend on the device
 
 
 def check_masters(files: SourceFiles, pairs: Iterable[tuple[TensorEntry, TensorEntry]]) -> None:
-    """Compare each weight with its master; dtypes that are not rounded as floats are skipped.
+    """Compare each weight with its master; pairs with a dtype other than F32, F16 and BF16 are skipped.
 
     Args:
         files: Files of the checkpoint.
         pairs: Weight in the state dict, and the master in the flat tensors, of each parameter.
 
     Raises:
-        InputError: Two differ.
+        InputError: A master does not round to its weight.
     """
     for weight, master in pairs:
         if not {weight.dtype.name, master.dtype.name} <= _ITEM_FORMATS.keys():
@@ -55,16 +55,18 @@ def check_masters(files: SourceFiles, pairs: Iterable[tuple[TensorEntry, TensorE
 
 
 class _Sample(NamedTuple):
-    """The position of a few contiguous elements."""
+    """The file of a few contiguous elements, and the position of their first byte in it."""
 
     file: str
     offset: int
 
 
 def _samples(weight: TensorEntry, master: TensorEntry) -> Iterator[tuple[_Sample, _Sample, int]]:
-    """Yield the first, the middle and the last elements of a weight in one chunk, of its master, and their number.
+    """Yield samples of a weight that is in one chunk: position of the weight, of its master, and number of elements.
 
-    The elements of a chunk of a flat tensor are contiguous in the parameter, too.
+    They are at the beginning of the first chunk of the master, in the middle of the middle one, and at the end of the
+    last one. The elements of a chunk of a flat tensor are contiguous in the parameter, too. There are no samples of a
+    weight that is not row-major.
     """
     stored, chunks = weight.chunks[0], master.chunks
     if stored.strides is not None:
@@ -81,9 +83,10 @@ def _samples(weight: TensorEntry, master: TensorEntry) -> Iterator[tuple[_Sample
 
 
 def _samples_of_shards(weight: TensorEntry, master: TensorEntry) -> Iterator[tuple[_Sample, _Sample, int]]:
-    """Yield the first and the last elements in a row of each shard of a weight, those of its master, and their number.
+    """Yield samples of a weight in several chunks, see `_samples`.
 
-    The master is in one chunk, as in a universal checkpoint.
+    They are at the beginning of the first row and at the end of the last row of each chunk. A chunk whose rows are not
+    contiguous is skipped. The master is in one chunk, as in a universal checkpoint.
     """
     (whole,) = master.chunks
     for chunk in weight.chunks:
@@ -103,6 +106,7 @@ def _samples_of_shards(weight: TensorEntry, master: TensorEntry) -> Iterator[tup
 
 
 def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+    """Return the index in row-major order of the element at `offsets` in a tensor."""
     index = 0
     for size, offset in zip(shape, offsets, strict=True):
         index = index * size + offset
@@ -110,14 +114,15 @@ def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
 
 
 def _read(files: SourceFiles, file: str, offset: int, count: int, dtype: DType) -> tuple[int, ...]:
+    """Return the bits of `count` elements, each as an unsigned integer."""
     data = files.read(file, offset, count * dtype.itemsize)
     return struct.unpack(f"<{count}{_ITEM_FORMATS[dtype.name]}", data)
 
 
 def _is_nan(bits: int, dtype: DType) -> bool:
-    mask = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[dtype.name]
+    infinity = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[dtype.name]
     magnitude = bits & (0x7FFFFFFF if dtype.name == "F32" else 0x7FFF)
-    return magnitude > mask
+    return magnitude > infinity
 
 
 def _rounded(bits: int, dtype: DType, target: DType) -> int:

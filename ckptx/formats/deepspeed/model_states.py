@@ -3,7 +3,7 @@
     module                    the state dict; in stage 3, an empty tensor stands for each parameter
     param_shapes              for each group of the optimizer, the shapes of its parameters, in their flat order
     frozen_param_shapes       the shapes of parameters without gradients
-    frozen_param_fragments    in stage 3, the part of each of them on this rank
+    frozen_param_fragments    in stage 3, the range of each frozen parameter on this rank, as a flat tensor
     shared_params             name of a tied parameter -> name under which it is stored; filled by rank 0 only
 
     buffer_names              names in `module` that are no parameters
@@ -41,7 +41,7 @@ from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject
 from ckptx.formats.unsupported import SAVE_WHERE_TRAINED
 from ckptx.storage.interface import SourceFiles
 
-# Keys that describe the checkpoint, and keys that are read.
+# Keys that are not reported as not converted: those that are read, and those that only describe the checkpoint.
 _DESCRIPTION = frozenset(
     {
         "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -59,9 +59,10 @@ class ModelStates(NamedTuple):
         file: File name.
         tensors: The tensors in `module`, by name.
         other_values: Names in `module` of values that are not tensors.
-        param_shapes: Shapes of the parameters of each group; empty in stage 0.
-        frozen_shapes: Shapes of frozen parameters.
-        frozen_fragments: Parts of frozen parameters on this rank; empty below stage 3.
+        param_shapes: For each group of the optimizer, the shapes of its parameters by name, in their flat order; empty
+            in stage 0.
+        frozen_shapes: Shapes of frozen parameters, by name.
+        frozen_fragments: Range of each frozen parameter on this rank, by name; empty below stage 3.
         shared: Name of a tied parameter -> name under which it is stored.
         not_converted: Keys of values that are not converted, such as the scheduler.
         has_zenflow: True if the optimizer is ZenFlow's, which keeps moments outside of the flat tensors.
@@ -135,7 +136,7 @@ def read_model_states(files: SourceFiles, name: str, *, is_stage_3: bool) -> Mod
 
 
 def read_frozen_fragments(files: SourceFiles, name: str) -> dict[str, FlatPart]:
-    """Return the parts of the frozen parameters in the model states of one rank of stage 3.
+    """Return the range of each frozen parameter in the model states of one rank of stage 3, by name.
 
     Raises:
         InputError: The file is damaged.
@@ -156,6 +157,7 @@ def _read_buffers(names: object) -> frozenset[str]:
 
 
 def _number(value: object) -> int | None:
+    """Return an integer unchanged, and None for any other value."""
     return value if type(value) is int else None
 
 
@@ -182,7 +184,8 @@ def _read_module(
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the tensors of a state dict, and the names of its other values.
 
-    The first tensor of each storage has its checksum: storages may be shared by all tensors of a group.
+    Only the first tensor of each storage gets its record, so that a storage is checked against its checksum only once:
+    all tensors of a group may share one.
     """
     tensors: dict[str, TensorEntry] = {}
     others: list[str] = []

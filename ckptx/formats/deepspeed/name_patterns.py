@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-_MAX_LENGTH, _MAX_DEPTH = 1024, 4
+_MAX_LENGTH, _MAX_DEPTH = 1024, 4  # characters of an expression, and levels of parentheses
 _PLAIN = re.compile(r"[^\\.^$*+?{}\[\]|()]")
 _ESCAPE = re.compile(r"\\(?:[dDwW]|[^0-9A-Za-z])")
 _CLASS = re.compile(r"\[\^?(?:[\w./:]|-(?!-)|\\[dwDW.\-])+\]")

@@ -78,6 +78,8 @@ def read_rank_state(files: SourceFiles, name: str) -> RankState:
 
 
 class _RankReader:
+    """Reads the values in one file of optimizer states; its methods raise the errors of `read_rank_state`."""
+
     def __init__(self, file: str, where: str, records: dict[str, Record]) -> None:
         self.file, self.where, self.records = file, where, records
 

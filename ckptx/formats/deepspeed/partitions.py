@@ -26,9 +26,11 @@ class Partition:
     Attributes:
         layouts: Layout of each parameter, by name.
         first: Index of the first element of each parameter in the flat tensors of stage 3; 0 in stages 1 and 2.
-        numel: Length of the flat tensor of each rank that is padded; 0 without parameters.
-        required: Number of elements that the flat tensor of each rank must have.
-        checked_ranks: Ranks whose flat tensor is checked when a parameter is read, see `FlatChunks`.
+        numel: Number of elements of the flat tensor of each rank, with padding.
+        required: For each rank, the minimum number of elements of its flat tensor. It is less than `numel` in stages 1
+            and 2, where the file may lack the padding at the end.
+        checked_ranks: Parameter name -> ranks whose flat tensor is checked when that parameter is read, see
+            `FlatChunks`.
     """
 
     __slots__ = ("checked_ranks", "first", "layouts", "numel", "required")
@@ -45,6 +47,11 @@ class Partition:
 
     def check(self, parts: Sequence[FlatPart], where: str, what: str) -> None:
         """Check length and dtype of the flat tensors of all ranks.
+
+        Args:
+            parts: The flat tensor of each rank.
+            where: Location to which file names are relative, for error messages.
+            what: Noun phrase for the flat tensors, for error messages.
 
         Raises:
             InputError: One is too short or too long, or has another dtype than that of rank 0.
@@ -79,7 +86,8 @@ def partition_by_group(
         where: Location of the checkpoint, for error messages.
 
     Raises:
-        InputError: The flat tensors do not have the length that the shapes require.
+        InputError: The flat tensors do not have the length that the shapes require, or there are paddings of another
+            number of parameters.
     """
     if paddings is not None and len(paddings) != len(shapes):
         raise InputError(
@@ -93,24 +101,26 @@ def partition_by_group(
         total = end + prod(shape)
         end = total + padding
     ranks = len(parts)
-    part = parts[0].numel if ranks > 1 else -(-total // _ALIGNMENT) * _ALIGNMENT  # a single rank lacks its padding
-    if not 0 <= part * ranks - total < _ALIGNMENT * ranks:
+    # The flat tensor of a single rank lacks its padding.
+    numel_per_rank = parts[0].numel if ranks > 1 else -(-total // _ALIGNMENT) * _ALIGNMENT
+    if not 0 <= numel_per_rank * ranks - total < _ALIGNMENT * ranks:
         raise InputError(
             f"{where}/{parts[0].file}: the fp32 masters have {parts[0].numel:,} elements on each of {ranks} ranks, but "
             f"the parameters have {total:,}; the files are damaged or of different saves, copy them again"
         )
-    part = max(part, 1)
+    numel_per_rank = max(numel_per_rank, 1)
     layouts = {
-        name: FlatLayout(shape, start, part) for (name, shape), start in zip(shapes.items(), starts, strict=True)
+        name: FlatLayout(shape, start, numel_per_rank)
+        for (name, shape), start in zip(shapes.items(), starts, strict=True)
     }
-    required = [max(min(total - rank * part, part), 0) for rank in range(ranks)]
-    partition = Partition(layouts, dict.fromkeys(shapes, 0), part, required)
+    required = [max(min(total - rank * numel_per_rank, numel_per_rank), 0) for rank in range(ranks)]
+    partition = Partition(layouts, dict.fromkeys(shapes, 0), numel_per_rank, required)
     names = list(shapes)
-    for rank in range(ranks):
-        index = max(bisect_right(starts, rank * part) - 1, 0)
+    for rank in range(ranks):  # the first parameter with elements on a rank checks its flat tensor
+        index = max(bisect_right(starts, rank * numel_per_rank) - 1, 0)
         while index < len(names) and rank not in layouts[names[index]].ranks:
-            index += 1  # parameters without elements, and one that ends before the padding between two
-            if index < len(names) and starts[index] >= (rank + 1) * part:
+            index += 1  # skips parameters without elements, and one that ends before the padding between two
+            if index < len(names) and starts[index] >= (rank + 1) * numel_per_rank:
                 break
         if index < len(names) and rank in layouts[names[index]].ranks:
             partition.checked_ranks.setdefault(names[index], set()).add(rank)
@@ -129,13 +139,13 @@ def partition_by_parameter(shapes: Mapping[str, Shape], ranks: int) -> Partition
     first: dict[str, int] = {}
     total = 0
     for name, shape in shapes.items():
-        part = -(-prod(shape) // ranks)
-        layouts[name] = known.setdefault(repr(shape), FlatLayout(shape, 0, max(part, 1)))
+        numel_per_rank = -(-prod(shape) // ranks)
+        layouts[name] = known.setdefault(repr(shape), FlatLayout(shape, 0, max(numel_per_rank, 1)))
         first[name] = total
-        total += part
+        total += numel_per_rank
     partition = Partition(layouts, first, total, [total] * ranks)
     names = [name for name, layout in layouts.items() if layout.ranks]
-    for rank in range(ranks) if names else ():
+    for rank in range(ranks) if names else ():  # the checks of flat tensors are spread over the parameters
         for attempt in range(min(len(names), 8)):  # a small parameter is not on every rank
             name = names[(rank + attempt) % len(names)]
             if rank in layouts[name].ranks:

@@ -21,6 +21,7 @@ from ckptx.formats.torch_archive.unpickle import (
 )
 from ckptx.untrusted.limits import MAX_NAME_LENGTH, find_shape_fault
 
+# Member of `ZeroStageEnum` -> its value.
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
@@ -53,6 +54,7 @@ class Opaque(metaclass=ReadOnlyClass):
 
 
 def _stage(value: object) -> object:
+    """Return the value of a member of `ZeroStageEnum`, which is pickled by name or by value."""
     return _STAGES.get(value) if isinstance(value, str) else value
 
 
@@ -129,7 +131,7 @@ def require_name(name: object, where: str) -> str:
 
 
 def read_shapes(value: object, where: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a dict of them, by name.
+    """Return a dict of parameter name -> shape whose names and shapes were checked.
 
     Raises:
         InputError: A name or shape is invalid.

@@ -10,7 +10,7 @@ from ckptx.formats.deepspeed.step_reader import StepReader
 from ckptx.formats.deepspeed.tensor_parallel_reader import (
     TensorParallelReader,
     TensorParallelUniversalReader,
-    tensor_parallel_ranks,
+    files_by_tensor_parallel_rank,
 )
 from ckptx.formats.deepspeed.universal_reader import UniversalReader
 from ckptx.formats.torch_archive.unpickle import without_garbage_collection
@@ -31,7 +31,7 @@ def open_deepspeed(source: Source, names: Sequence[str]) -> Catalog:
     """
     is_universal = any(map(is_parameter_file, names))
     reader: type[StepReader | TensorParallelReader]
-    if tensor_parallel_ranks(names).keys() == {0}:
+    if files_by_tensor_parallel_rank(names).keys() == {0}:
         reader = UniversalReader if is_universal else StepReader
     else:
         reader = TensorParallelUniversalReader if is_universal else TensorParallelReader

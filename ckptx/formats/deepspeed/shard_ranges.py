@@ -23,7 +23,10 @@ Shapes = Sequence[Shape]  # of one parameter, one for each tensor parallel rank
 
 
 class ShardFault(ValueError):
-    """Shards do not have the shapes that their ranges require; the text says what the shapes do not do."""
+    """Shards do not have the shapes that their ranges require.
+
+    The message is a predicate that follows "the shapes ... of the tensor parallel ranks", such as "are not equal".
+    """
 
 
 class Piece(NamedTuple):
@@ -45,9 +48,10 @@ class Join(NamedTuple):
 
     Attributes:
         shape: Shape of the whole parameter.
-        groups: For each region of it, the pieces that contain this region, on one or several ranks.
-        is_averaged: True if DeepSpeed averages the copies of the ranks.
-        padding: Number of rows of padding that no piece contains.
+        groups: For each region of the whole parameter, the pieces that contain this region, by ascending rank. The
+            regions tile the parameter.
+        is_averaged: True if every rank has a copy, and DeepSpeed averages the copies.
+        padding: Number of rows (along dim 0) of padding in the shards that were left out of `shape`.
     """
 
     shape: Shape
@@ -85,12 +89,12 @@ class ShardRange(NamedTuple):
 
 
 class MergedDim(NamedTuple):
-    """A dim of a tensor that is the product of several dims of its rule, one of which is sharded.
+    """A dim of a tensor that merges several dims of the shape in its rule, one of which is sharded.
 
     Attributes:
-        dim: Dim of the tensor.
-        outer: Product of the merged dims before the sharded one.
-        inner: Product of those after it.
+        dim: Index of the dim in the tensor. Its size is outer * size of the sharded dim * inner.
+        outer: Product of the sizes of the merged dims before the sharded one.
+        inner: Product of the sizes of those after it.
     """
 
     dim: int
@@ -111,7 +115,7 @@ def join_replicas(shapes: Shapes, *, is_averaged: bool = False) -> Join:
 
 
 def concatenated_ranges(widths: Sequence[Sequence[int]]) -> tuple[list[ShardRange], int]:
-    """Return the ranges of parts that are sharded one by one, and the size of the whole dim.
+    """Return the ranges of concatenated parts, each of which is sharded separately, and the size of the whole dim.
 
     Args:
         widths: For each part, its size on each rank.
@@ -133,12 +137,13 @@ def join_ranges(shapes: Shapes, merged: MergedDim, size: int, ranges: Sequence[S
 
     Args:
         shapes: Shape of the shard of each rank.
-        merged: The dim.
-        size: Size of the whole sharded dim.
-        ranges: Ranges along it.
+        merged: The sharded dim, alone or merged with others.
+        size: Size of the sharded dim in the whole tensor, without dims that are merged with it.
+        ranges: Ranges along the sharded dim.
 
     Raises:
-        ShardFault: They do not.
+        ShardFault: The shapes differ in other dims, the ranges do not tile, or the result has an invalid shape or too
+            many pieces.
     """
     dim, outer, inner = merged
     others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
@@ -184,23 +189,24 @@ def merge_dims(whole: tuple[Any, ...], dim: int, shapes: Shapes) -> MergedDim | 
         A rule of shape (4, 6, 16) that shards dim 1 is about shards of shape (4 * 3, 16): dim 0, outer 4 and inner 1.
     """
     ndim = len(shapes[0])
-    merged = len(whole) - ndim + 1
-    if not ndim or merged < 1 or any(len(shape) != ndim for shape in shapes):
+    merged_count = len(whole) - ndim + 1  # number of the first dims of the rule that are dim 0 of the tensor
+    if not ndim or merged_count < 1 or any(len(shape) != ndim for shape in shapes):
         return None
-    sharded = max(dim - merged + 1, 0)
-    required = [*enumerate(whole[merged:], 1)]
-    before, after = whole[: min(dim, merged)], whole[dim + 1 : merged]
+    sharded_dim = max(dim - merged_count + 1, 0)  # of the tensor
+    required = [*enumerate(whole[merged_count:], 1)]  # (dim of the tensor, its size)
+    before, after = whole[: min(dim, merged_count)], whole[dim + 1 : merged_count]
     if any(type(size) is not int or size < 1 for size in (*before, *after)):
-        if merged > 1 and not sharded:
+        if merged_count > 1 and not sharded_dim:
             return None
-    elif sharded:
+    elif sharded_dim:
         required.append((0, prod(before)))
-    if any(shape[at] != size for shape in shapes for at, size in required if size != -1 and at != sharded):
+    if any(shape[at] != size for shape in shapes for at, size in required if size != -1 and at != sharded_dim):
         return None
-    return MergedDim(sharded) if sharded else MergedDim(0, prod(before), prod(after))
+    return MergedDim(sharded_dim) if sharded_dim else MergedDim(0, prod(before), prod(after))
 
 
 def _at_dim(values: Shape, dim: int, value: int) -> Shape:
+    """Return the values with `value` at index `dim`."""
     return (*values[:dim], value, *values[dim + 1 :])
 
 

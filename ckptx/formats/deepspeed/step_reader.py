@@ -42,12 +42,15 @@ _MOMENTS = frozenset(
 )
 STEP = "step"
 MASTER = "master_param"
+# Last components of the names of optimizer state in a catalog, see `state_name`.
 STATE_KEYS = (*sorted(_MOMENTS), STEP, MASTER)
-_MAX_LISTED = 4
+_MAX_LISTED = 4  # values in a message
 
 
 class StepReader:
     """Reader of the files that the data ranks of one tensor parallel rank save in one step.
+
+    Methods raise the errors of `open_deepspeed`.
 
     Attributes:
         source: The directory to which names are relative.
@@ -118,7 +121,7 @@ class StepReader:
         return self.catalog
 
     def _check_files(self) -> None:
-        """Check that the files are of one save, and that no rank below the highest is missing."""
+        """Check that the file names are those of one save, and that no data rank below the highest is missing."""
         if self.has_module_file and self.model_files:
             raise InputError(
                 f"{self.where}: has {self.model_file} of stages 0 to 2 and {self.model_files[0].name} of stage 3; "
@@ -163,7 +166,7 @@ class StepReader:
     # ---------------------------------------------------------------------------------------------------------- files
 
     def _open(self, base_name: str) -> SourceFiles:
-        """Return the files of the source, to be closed after reading one, which is added to the catalog."""
+        """Open the source to read one file, and add this file to the catalog; the caller closes the result."""
         name = self.directory + base_name
         files = self.source.open()
         self.catalog.identities[name] = identity = files.identity(name)
@@ -212,6 +215,7 @@ class StepReader:
             check_masters(files, pairs)
 
     def _note_absent_state(self, model: ModelStates) -> None:
+        """Note that there are no optimizer states, or that they were not passed; stage 0 has none and gets no note."""
         listing = self.source.listing() if not self.directory else None
         has_files = listing is not None and any(
             found.kind == "optim" for name in listing if (found := parse_zero_file(name)) is not None
@@ -224,6 +228,7 @@ class StepReader:
             self.catalog.notes.append("optimizer state is missing: there are no *_optim_states.pt files")
 
     def _weight(self, model: ModelStates, name: str, shape: Shape) -> TensorEntry:
+        """Return a weight in the state dict, which must have the shape in `param_shapes`."""
         weight = model.tensors.get(name)
         if weight is None or weight.shape != shape:
             found = "is missing" if weight is None else f"has shape {list(weight.shape)}"
@@ -236,6 +241,7 @@ class StepReader:
     # -------------------------------------------------------------------------------------------------------- stage 3
 
     def _add_stage_3(self, model: ModelStates, states: Sequence[RankState]) -> None:
+        """Add the parameters, whose values are the masters, the frozen parameters, the buffers and the moments."""
         groups = self._check_groups(model, states, stage=3)
         with self.source.open(self.catalog.identities) as files:
             refuse_copies(files, [[group.masters for group in state.groups] for state in states])
@@ -269,7 +275,7 @@ class StepReader:
             )
 
     def _module_entries(self, model: ModelStates, parameters: dict[str, TensorEntry]) -> Iterator[TensorEntry]:
-        """Yield the buffers of rank 0, and tied names of parameters."""
+        """Yield the tensors of `module` that are not in `parameters`: buffers of rank 0, and tied names of parameters."""
         for name, entry in model.tensors.items():
             if name in parameters:
                 continue
@@ -377,11 +383,11 @@ class StepReader:
     def _state_parts(
         self, states: Sequence[RankState], index: int, key: str, *, is_scalar: bool = False
     ) -> list[FlatPart]:
-        """Return one tensor of the optimizer of each data rank.
+        """Return one flat tensor or scalar of the optimizer from the file of each data rank.
 
         Args:
             states: Optimizer states of all data ranks.
-            index: Index of the parameter group.
+            index: Index of the group.
             key: Name of the tensor, such as `exp_avg` or `step`.
             is_scalar: True if it is one number for the group, False if it has an element for each master.
 
@@ -414,14 +420,15 @@ class StepReader:
                 )
 
     def _note_settings(self, states: Sequence[RankState], model: ModelStates) -> None:
+        """Note that settings of the optimizer are not converted, and which other values of its state are not."""
         if model.has_zenflow:
             self.catalog.notes.append("optimizer state not converted: ZenFlow keeps a part of it in another form")
-        left = {
+        ignored_keys = {
             key
             for group in states[0].groups
             for key in (*group.others, *(group.flat.keys() - _MOMENTS), *(group.scalars.keys() - {STEP}))
         }
-        listed = "".join(f', "{key[:40]}"' for key in sorted(left)[:_MAX_LISTED])
+        listed = "".join(f', "{key[:40]}"' for key in sorted(ignored_keys)[:_MAX_LISTED])
         self.catalog.notes.append(
             "optimizer settings are not read: learning rate, betas, loss scale and other values of param_groups"
             + listed

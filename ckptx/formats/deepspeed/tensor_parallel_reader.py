@@ -1,8 +1,8 @@
 """Read the files of all tensor parallel ranks, and join their shards to whole tensors.
 
-Each rank has the files that a checkpoint without tensor parallelism has, with the shapes of its shards. So a reader of
-such a checkpoint reads those of each rank, including the comparison of masters and weights, and its tensors are joined
-by name: weights, masters and moments of one parameter by the same rule (`tensor_parallel_rules`).
+Each rank has the files that a checkpoint without tensor parallelism has, with the shapes of its shards. So one
+`StepReader` reads the files of each rank, and compares masters and weights there. Then the tensors of all ranks are
+joined by name: weights, masters and moments of one parameter by the same rule (`tensor_parallel_rules`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ckptx.storage.interface import FileIdentity, Source, SourceFiles
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted, first_of
 
-_BLOCK_NBYTES = 1 << 20  # of copies that are compared when a checkpoint is opened
+_BLOCK_NBYTES = 1 << 20  # bytes that are read at once when copies are compared
 
 
-def tensor_parallel_ranks(names: Sequence[str]) -> dict[int, list[str]]:
-    """Return the files of each tensor parallel rank, without those of the parameters of a universal checkpoint."""
+def files_by_tensor_parallel_rank(names: Sequence[str]) -> dict[int, list[str]]:
+    """Return rank -> files, without the files of the parameters of a universal checkpoint, which belong to no rank."""
     by_rank: dict[int, list[str]] = {}
     for name in names:
         if parse_parameter_file(name) is None:
@@ -87,7 +87,7 @@ class TensorParallelUniversalReader(UniversalReader):
     def __init__(self, source: Source, names: Sequence[str]) -> None:
         """Group the file names, see `TensorParallelReader`."""
         self.readers = _rank_readers(source, names, UniversalReader)
-        of_first = tensor_parallel_ranks(names)[0]
+        of_first = files_by_tensor_parallel_rank(names)[0]
         super().__init__(source, [*of_first, *(name for name in names if parse_parameter_file(name) is not None)])
 
     def read_model(self) -> ModelStates:
@@ -97,6 +97,7 @@ class TensorParallelUniversalReader(UniversalReader):
         for reader in self.readers:
             self.catalog.files |= reader.catalog.files
         self.catalog.identities |= joiner.identities
+        # In stage 3, an empty tensor stands for each parameter.
         placeholders = {} if self.has_module_file else {n: e for n, e in models[0].tensors.items() if not e.numel}
         by_rank = [
             {name: entry for name, entry in model.tensors.items() if name not in placeholders} for model in models
@@ -139,11 +140,11 @@ class _Joiner:
         self._rules = TensorParallelRules(models[0].tensor_parallel_info, len(readers), first)
         self._models = models
         self._readers = readers
-        self._joins: dict[str, tuple[list[tuple[int, ...]], Join]] = {}
-        self._padded: dict[str, int] = {}
-        self._rule_names = self._names_of_tied(models[0])
+        self._joins: dict[str, tuple[list[tuple[int, ...]], Join]] = {}  # name in the rules -> shapes of shards, join
+        self._padded: dict[str, int] = {}  # name in the rules -> rows of padding
+        self._rule_names = self._names_of_tied(models[0])  # tied name -> name in the rules
         self._recent = RecentChunks()
-        self._equal_steps: set[tuple[Chunk, ...]] = set()
+        self._equal_steps: set[tuple[Chunk, ...]] = set()  # the step of each rank, for groups that were compared
 
     @property
     def identities(self) -> dict[str, FileIdentity]:
@@ -181,8 +182,12 @@ class _Joiner:
 
         Args:
             by_rank: The tensors of each rank, which have the same names.
-            owners: Parameter and key of optimizer state, by name.
+            owners: Name of optimizer state -> its parameter and its key, such as `exp_avg`. Other names are parameters
+                and buffers.
             files: Files of all ranks.
+
+        Raises:
+            InputError, UnsupportedError: See `open_deepspeed`.
         """
         for name in by_rank[0]:
             shards = [tensors[name] for tensors in by_rank]
@@ -205,7 +210,15 @@ class _Joiner:
             yield name, entry
 
     def join_of(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Join:
-        """Return the positions of the shards of a tensor in the state dict."""
+        """Return the positions of the shards of a parameter or buffer.
+
+        Args:
+            name: Its name in the state dict.
+            shapes: Shape of its shard on each rank.
+
+        Raises:
+            InputError, UnsupportedError: See `TensorParallelRules.join`.
+        """
         rule_name = self._rule_names.get(name, name)
         known = self._joins.get(rule_name)
         if known is not None and known[0] == list(shapes):
@@ -218,7 +231,7 @@ class _Joiner:
         return join
 
     def _names_of_tied(self, model: ModelStates) -> dict[str, str]:
-        """Return the name that the rules use for each tied tensor: that under which the optimizer knows it."""
+        """Return tied name -> name that the rules use, which is the one under which the optimizer knows the tensor."""
         names = dict(model.shared)
         first_names: dict[tuple[object, ...], str] = {}
         for name, entry in model.tensors.items():
@@ -229,7 +242,10 @@ class _Joiner:
         return names
 
     def _check_steps(self, files: SourceFiles, shards: Sequence[TensorEntry]) -> None:
-        """Check that the step of a group is the same on all ranks, because files of two saves may have been mixed."""
+        """Check that the step of a group is the same on all ranks, because files of two saves may have been mixed.
+
+        All parameters of a group have the same chunks for their step, which are compared only once.
+        """
         chunks = tuple(shard.chunks[0] for shard in shards)
         if chunks in self._equal_steps:
             return
@@ -258,7 +274,7 @@ def _rank_readers(source: Source, names: Sequence[str], kind: type[StepReader]) 
     Raises:
         InputError: A rank below the highest has no files, or there are too many ranks.
     """
-    by_rank = tensor_parallel_ranks(names)
+    by_rank = files_by_tensor_parallel_rank(names)
     count = max(by_rank) + 1
     where = StepReader(source, by_rank[max(by_rank)]).where
     if count > MAX_RANKS:
@@ -303,7 +319,7 @@ def _read_models(readers: Sequence[StepReader]) -> list[ModelStates]:
                 f"{where}: saved after {model.global_steps} steps, but {models[0].file} after "
                 f"{models[0].global_steps}; the files are of different saves, copy those of one"
             )
-    keys = tuple(key for key in models[0].not_converted if key != KEY)
+    keys = tuple(key for key in models[0].not_converted if key != KEY)  # the rules are read from `KEY`
     return [models[0]._replace(not_converted=keys), *models[1:]]
 
 
@@ -326,7 +342,7 @@ def _shape_of(model: ModelStates, index: int, name: str, where: str) -> tuple[in
 
 
 def _state_owners(models: Sequence[ModelStates]) -> dict[str, tuple[str, str]]:
-    """Return the parameter and the key of each name that optimizer state can have."""
+    """Return name -> (parameter, key) for each name that optimizer state can have; keys are those of `STATE_KEYS`."""
     names = {name for model in models for group in model.param_shapes for name in group}
     return {state_name(name, key): (name, key) for name in names for key in STATE_KEYS}
 

@@ -52,7 +52,14 @@ _MAX_LISTED, _MAX_PARTS = 4, 1 << 12
 
 
 class _Parts(NamedTuple):
-    """An entry of `parameter_with_sub_params`: the shape may have more dims than the parameter; -1 is any size."""
+    """An entry of `parameter_with_sub_params`.
+
+    Attributes:
+        shape: Size of each dim of the whole parameter, whose first dims may be merged in the file; -1 is any size. The
+            value at `dim` is a list of the sizes of the parts. A number there is the size of the only part if the
+            checkpoint has `sub_param_shard_widths`, else the number of equal parts.
+        dim: Index in `shape` of the dim along which the parts are concatenated.
+    """
 
     shape: tuple[Any, ...]
     dim: int
@@ -71,7 +78,7 @@ class TensorParallelRules:
 
         Raises:
             InputError: It is damaged.
-            UnsupportedError: There is none, or it is of a newer DeepSpeed.
+            UnsupportedError: There is none, it is of a newer DeepSpeed, or has a pattern that is not evaluated.
         """
         if info is None or (isinstance(info, dict) and not info.keys() & {*_PATTERN_LISTS, _PARTS, _AFFINE}):
             raise UnsupportedError(
@@ -173,7 +180,7 @@ class TensorParallelRules:
         return _concatenate(shapes, MergedDim(dim), ([shape[dim] for shape in shapes],))
 
     def _join_parts(self, name: str, shapes: Shapes, parts: _Parts, pattern: str) -> Join:
-        """Return the join of a tensor whose parts are sharded one by one."""
+        """Return the join of a tensor of concatenated parts, each of which is sharded separately."""
         spec = parts.shape[parts.dim]
         if self._has_widths:
             if pattern not in self._widths:
@@ -270,6 +277,6 @@ class TensorParallelRules:
 
 
 def _concatenate(shapes: Shapes, merged: MergedDim, widths: Sequence[Sequence[int]]) -> Join:
-    """Return the join of parts that are concatenated one by one, with the size of each part on each rank."""
+    """Return the join of a tensor of concatenated parts; `widths` has for each part its size on each rank."""
     ranges, size = concatenated_ranges(widths)
     return join_ranges(shapes, merged, size, ranges)

@@ -36,7 +36,8 @@ class UniversalReader(StepReader):
     """Reader of a universal checkpoint.
 
     Attributes:
-        files_by_parameter: Parameter -> tensor, such as `exp_avg` -> file name.
+        files_by_parameter: Parameter -> name of a tensor of it, such as `fp32` or `exp_avg` -> file name, relative to
+            `directory`.
     """
 
     def __init__(self, source: Source, names: Sequence[str], tp_rank: int = 0) -> None:
@@ -111,7 +112,13 @@ class UniversalReader(StepReader):
         )
 
     def _read_tensor(self, parameter: str, key: str, shape: Shape, name: str) -> TensorEntry:
-        """Return the tensor in one file, with the shape in the model states.
+        """Return the tensor in one file of `zero/`, with the shape in the model states.
+
+        Args:
+            parameter: Name of the parameter.
+            key: Name of the tensor of this parameter, such as `fp32` or `exp_avg`.
+            shape: Shape in the model states; the file may have a flat tensor of as many elements.
+            name: Name of the result.
 
         Raises:
             InputError: The file is missing or damaged, or has a tensor of another size.
