@@ -275,7 +275,7 @@ class StepReader:
             )
 
     def _module_entries(self, model: ModelStates, parameters: dict[str, TensorEntry]) -> Iterator[TensorEntry]:
-        """Yield the tensors of `module` that are not in `parameters`: buffers of rank 0, and tied names of parameters."""
+        """Yield the tensors of `module` that are not in `parameters`: buffers, and tied names of parameters."""
         for name, entry in model.tensors.items():
             if name in parameters:
                 continue
