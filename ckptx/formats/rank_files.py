@@ -352,6 +352,7 @@ def _has_weights(source: Source) -> bool:
 
 
 def _lists_weights(listing: Listing, depth: int) -> bool:
+    """Return True if a listing has a weight file, or one of its subdirectories has, down to `depth` levels."""
     directories = listing.directories()
     if any(name.endswith((*WEIGHT_SUFFIXES, ".distcp")) for name in listing.names - set(directories)):
         return True

@@ -391,6 +391,12 @@ def locate(source: Source) -> LocatedCheckpoint:
 
 
 def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
+    """Find the checkpoint to which a file of the directory belongs; for many formats, it is the whole directory.
+
+    Raises:
+        InputError: It is not a weight file or an index.
+        UnsupportedError: The format is recognized but not supported.
+    """
     if is_shard(name):
         return LocatedCheckpoint(source, "sharded", (".",))
     for locate_by_file in (fsdp.locate_by_file, deepspeed.locate_by_file, torch_checkpointing.locate_by_file):

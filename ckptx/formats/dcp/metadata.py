@@ -136,6 +136,8 @@ _StorageMeta = ReadOnlyClass("_StorageMeta", (), {})
 
 
 class _Properties(metaclass=ReadOnlyClass):
+    """Stand-in for `TensorProperties`, which keeps the dtype."""
+
     dtype: object
 
     def __setstate__(self, state: object) -> None:

@@ -113,6 +113,7 @@ class _RepeatedEntries(NamedTuple):
 
     @classmethod
     def from_entries(cls, entries: list[_StorageEntry]) -> _RepeatedEntries:
+        """Return the bytes that repeat, from the entries of the first of several equally sharded tensors."""
         codes = tuple([(entry.begin, entry.end) for entry in entries])
         ends = [end for _, end in codes]
         codes_before_names = (_ENTRY, *(end + _ENTRY for end in ends[:-1]), ends[-1])

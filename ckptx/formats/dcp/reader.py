@@ -121,6 +121,7 @@ def _first_unclaimed_key(metadata: DcpMetadata) -> StorageKey:
 def _chunk_locations(
     name: str, tensor: TensorMetadata, storage: Mapping[StorageKey, StorageInfo], root: Location
 ) -> ChunkLocations:
+    """Return the locations of the chunks of one tensor, which must all be in `storage`, without transforms."""
     locations = []
     for region in tensor.chunks:
         location = storage.get((name, region.offsets))

@@ -6,7 +6,7 @@
     frozen_param_fragments    in stage 3, the range of each frozen parameter on this rank, as a flat tensor
     shared_params             name of a tied parameter -> name under which it is stored; filled by rank 0 only
 
-    buffer_names              names in `module` that are no parameters
+    buffer_names              names in `module` that are not parameters
     mp_world_size             number of tensor parallel ranks
     global_steps              number of steps so far
     universal_checkpoint_info    how tensor parallelism shards each parameter, see `tensor_parallel_rules`
@@ -66,7 +66,7 @@ class ModelStates(NamedTuple):
         shared: Name of a tied parameter -> name under which it is stored.
         not_converted: Keys of values that are not converted, such as the scheduler.
         has_zenflow: True if the optimizer is ZenFlow's, which keeps moments outside of the flat tensors.
-        buffers: Names in `module` that are no parameters.
+        buffers: Names in `module` that are not parameters.
         tp_size: Number of tensor parallel ranks; None if not recorded.
         global_steps: Number of steps so far; None if not recorded.
         tensor_parallel_info: The value of `universal_checkpoint_info`, not checked.

@@ -186,6 +186,7 @@ def _at_end(name: str, starts: frozenset[int]) -> frozenset[int]:
 
 
 def _one_of(text: str) -> _Matcher:
+    """Return a matcher of one character, from an expression that matches one character."""
     try:
         expression = re.compile(text)
     except re.error as error:
@@ -198,6 +199,8 @@ def _one_of(text: str) -> _Matcher:
 
 
 def _in_order(parts: list[_Matcher]) -> _Matcher:
+    """Return a matcher of a sequence of parts."""
+
     def match(name: str, starts: frozenset[int]) -> frozenset[int]:
         for part in parts:
             if not starts:
@@ -209,6 +212,8 @@ def _in_order(parts: list[_Matcher]) -> _Matcher:
 
 
 def _any_of(alternatives: list[_Matcher]) -> _Matcher:
+    """Return a matcher of any one of several alternatives."""
+
     def match(name: str, starts: frozenset[int]) -> frozenset[int]:
         return frozenset().union(*(alternative(name, starts) for alternative in alternatives))
 
@@ -216,6 +221,8 @@ def _any_of(alternatives: list[_Matcher]) -> _Matcher:
 
 
 def _repeated(matcher: _Matcher, quantifier: str) -> _Matcher:
+    """Return a matcher of repetitions. Each position is extended only once, which bounds the time for any name."""
+
     def match(name: str, starts: frozenset[int]) -> frozenset[int]:
         ends = matcher(name, starts)
         if quantifier != "?":

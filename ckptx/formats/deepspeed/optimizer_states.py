@@ -124,6 +124,7 @@ class _RankReader:
         return tuple(counts)
 
     def _paddings(self, state: Mapping[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
+        """Return `alignment_paddings`, see `RankState`."""
         key = "param_alignment_paddings"
         if state.get(key) is None:
             return None
@@ -150,6 +151,7 @@ class _RankReader:
         return state
 
     def _read_group(self, masters: object, state: Mapping[Any, Any], where: str) -> GroupState:
+        """Divide the state of a group into flat tensors (1-d), scalars (0-d), and others, see `GroupState`."""
         flat: dict[str, FlatPart] = {}
         scalars: dict[str, FlatPart] = {}
         others: list[str] = []

@@ -228,6 +228,7 @@ def _abbreviate(value: object) -> str:
 
 
 def _check_coverage(tensors: list[HeaderTensor], data_start: int, size: int, where: str) -> None:
+    """Check that tensors, in the order of their bytes, cover the file from `data_start` to its end exactly once."""
     position = data_start
     for tensor in tensors:
         if tensor.begin != position:

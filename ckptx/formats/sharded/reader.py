@@ -3,10 +3,10 @@
     shard-RRRRR-model-IIIII-of-NNNNN.safetensors     file I of N of rank R - 1
     __metadata__                                     DCP_SHARDING_INFO: {NAME: {"saved_offsets": [...]}} as JSON text
 
-Stock writers use these names; a file of another name is a shard by the same header. There is no index: the farthest
-block determines the size of a tensor. So a missing shard leaves a gap, unless it was the last one: then only a manifest
-or a caller that knows the shapes can detect it. Stock readers use every safetensors file in the directory, and return
-uninitialized memory for a gap; here both are refused.
+Stock writers use these names; a file with another name is a shard if its header has the same record. There is no index:
+the shards that extend farthest determine the shape of a tensor. So a missing shard leaves a gap, unless it was the last
+one: then only a manifest or a caller that knows the shapes can detect it. Stock readers use every safetensors file in
+the directory, and return uninitialized memory for a gap; here both are refused.
 Source: `torch/distributed/checkpoint/hf_storage.py`.
 """
 

@@ -412,6 +412,7 @@ def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
 def _make_tensor(
     storage: object, offset: object, shape: object, strides: object, dtype: DType | None, flags: object
 ) -> TensorRef | UnsupportedObject:
+    """Return the stand-in for a tensor after checking the pickled arguments of torch's rebuild function."""
     if isinstance(storage, UnsupportedObject):
         return storage
     if not isinstance(storage, StorageRef) or dtype is None:
