@@ -17,7 +17,7 @@ from ckptx.untrusted.file_name import find_name_fault
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES
 
 MANIFEST = "ckptx.json"
-# Files that every output writes for itself, so that they are neither copied nor reported as dropped.
+# Files that ckptx writes itself, where an output has them, so that they are neither copied nor reported as dropped.
 _OWN_FILES = frozenset({MANIFEST, ".metadata"})
 
 # Weights in any format: those of the checkpoint are converted, others are not copied but reported.

@@ -84,7 +84,7 @@ def read_affine_map(value: object, ranks: int, subject: str) -> AffineMap:
         views += [_view(rank, each, subject) for each in require_list(of_rank.get("pieces"), subject, "pieces")]
     if any(len(shape) != len(whole) for shape in (*local_shapes, *(view.shape for view in views))):
         raise damaged_error(subject, "has shapes of different numbers of dims")
-    # Dims along which a view is not as large as the whole tensor and its shard.
+    # Dims along which a view or its shard has another size than the whole tensor.
     dims = {
         dim
         for view in views

@@ -400,7 +400,7 @@ def _storage_stand_in(pid: object) -> StorageRef | UnsupportedObject:
 
 
 def _is_count(value: object) -> bool:
-    """Return True for an integer that fits into 63 bits."""
+    """Return True for an integer from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
