@@ -28,6 +28,7 @@ from ckptx.storage.interface import Location, Source
 from ckptx.storage.listing import Listing
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES
+from ckptx.wording import counted
 
 Shapes = Mapping[str, Shape]
 ShapeReader = Callable[[Location], Shapes | None]
@@ -242,8 +243,9 @@ def _refuse_part(
         and not _is_whole_model(read_shapes(path), read_config(directory.with_location(path), directory))
     ):
         raise UnsupportedError(
-            f"{subject}: is one rank's part of a checkpoint, the other {world_size - 1} of {world_size} parts are "
-            f"missing, and nothing records how its tensors are sharded; {_NEXT_STEP}"
+            f"{subject}: is one rank's part of a checkpoint, {counted(world_size - 1, 'part')} of {world_size} "
+            f"{'is' if world_size == 2 else 'are'} missing, and nothing records how its tensors are sharded; "
+            f"{_NEXT_STEP}"
         )
 
 

@@ -52,9 +52,10 @@ class RankTensors:
         """
         known_dtype, known_shape, known_file = self._seen.get(name, (None, shape, file))
         if shape != known_shape or (known_dtype is not None and dtype is not None and known_dtype is not dtype):
+            one, other = (f"{each} " if dtype and known_dtype else "" for each in (dtype, known_dtype))
             raise InputError(
-                f"{where}: {dtype or known_dtype} {list(shape)}, but {known_dtype} {list(known_shape)} in "
-                f"{known_file}; the files are of different saves, pass those of one"
+                f"{where}: {one}{list(shape)}, but {other}{list(known_shape)} in {known_file}; the files are of "
+                "different saves, pass those of one"
             )
         self._seen[name] = known_dtype if known_dtype is not None else dtype, shape, known_file
         stored = self._chunks.setdefault(name, [])

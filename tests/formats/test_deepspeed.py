@@ -204,7 +204,7 @@ def test_a_dcp_keeps_the_optimizer_and_hf_files_drop_it(stage: int, tmp_path: Pa
 def test_other_values_are_noted(tmp_path: Path) -> None:
     values = {"lr_scheduler": {"last_epoch": 3}, "my_state": [1], "data_sampler": None}
     notes = open_checkpoint(usual(model_keys=values).write(tmp_path)).notes
-    assert f"{MODEL} not converted in part: lr_scheduler, my_state" in notes
+    assert f"{MODEL}: not converted: lr_scheduler, my_state" in notes
 
 
 def test_files_for_deepspeed_are_not_copied(tmp_path: Path) -> None:

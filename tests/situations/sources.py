@@ -225,7 +225,7 @@ def _(box: Box) -> Any:
     return ("convert", "to-dcp", "hf", box.dst)
 
 
-@situation(AREA, "one rank of eight is left, and its name says so", 4, r"the other 7 of 8 parts are missing")
+@situation(AREA, "one rank of eight is left, and its name says so", 4, r"7 parts of 8 are missing")
 def _(box: Box) -> Any:
     write_safetensors(box.root / "in" / "model_world_size_8_rank_0.safetensors", part(0, 8))
     return ("convert", "to-dcp", "in", box.dst)

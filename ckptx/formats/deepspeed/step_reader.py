@@ -110,7 +110,7 @@ class StepReader:
         if model.not_converted:
             listed = ", ".join(model.not_converted[:_MAX_LISTED])
             more = ", ..." if len(model.not_converted) > _MAX_LISTED else ""
-            self.catalog.notes.append(f"{model.file} not converted in part: {listed}{more}")
+            self.catalog.notes.append(f"{model.file}: not converted: {listed}{more}")
         if model.other_values:
             self.catalog.notes.append(
                 f"{model.file}: {counted(len(model.other_values), 'value')} other than tensors ignored, "

@@ -105,7 +105,7 @@ class UniversalReader(StepReader):
             )
         if _STEP not in keys:
             self.catalog.notes.append(
-                "step.pt is missing: optimizer state without its step, as ds_to_universal of stage 3"
+                "step.pt is missing, as after ds_to_universal of stage 3, so that the optimizer state has no step"
             )
         self.catalog.notes.append(
             "optimizer settings are not read: learning rate, betas and other values of zero/optimizer_state.pt"

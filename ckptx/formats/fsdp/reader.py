@@ -28,6 +28,7 @@ from ckptx.formats.torch_archive.unpickle import without_garbage_collection
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.untrusted.json_text import parse_json
 from ckptx.untrusted.limits import MAX_CONFIG_BYTES, MAX_RANKS
+from ckptx.wording import counted
 
 _CONFIG = "fsdp_config.json"
 _FLAT_PARAMETERS = ("_flat_param", "flat_param")
@@ -101,11 +102,12 @@ def _state_file_notes(source: Source) -> Iterator[str]:
     optimizer = [name for name in state if name.startswith("optim")]
     if optimizer:
         yield (
-            f"optimizer state not converted: {len(optimizer)} optim_world_size_* files, keyed by parameter index "
-            "instead of name"
+            f"optimizer state not converted: {counted(len(optimizer), 'optim_world_size_* file')}, keyed by parameter "
+            "index instead of name"
         )
     if len(optimizer) < len(state):
-        yield f"{len(state) - len(optimizer)} extra_state_world_size_* files (scheduler and RNG state) not converted"
+        others = counted(len(state) - len(optimizer), "extra_state_world_size_* file")
+        yield f"{others} (scheduler and RNG state) not converted"
 
 
 class _StateDicts:

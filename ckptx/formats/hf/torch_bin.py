@@ -191,7 +191,9 @@ def _open_file(files: SourceFiles, name: str, *, is_single: bool) -> _FileConten
             )
         payload = locate_tensor(value, archive.records, f'{where}: tensor "{key}"')
         dtype, shape = payload.dtype, payload.dtype.from_torch_elements(payload.torch_shape)
-        if dtype.pack > 1 and (payload.strides is not None or not shape):
+        if dtype.pack > 1 and not shape:
+            raise UnsupportedError(f'{where}: tensor "{key}": is a 0-d {dtype.torch_name}, which is not supported')
+        if dtype.pack > 1 and payload.strides is not None:
             raise UnsupportedError(
                 f'{where}: tensor "{key}": {dtype.torch_name} is not row-major; save it with .contiguous()'
             )

@@ -254,7 +254,7 @@ class _ItemReader:
         if others and rank == 0:
             parents = list(dict.fromkeys(".".join(each.split(".")[:1]) for each in others if each))
             self.catalog.notes.append(
-                f"{file} not converted in part: {counted(len(others), 'value')} other than tensors"
+                f"{file}: {counted(len(others), 'value')} other than tensors not converted"
                 + (f", in {list_names(parents, _MAX_LISTED)}" if parents else "")
             )
 

@@ -263,7 +263,9 @@ def sent_bytes_of(run: Callable[[torch.Tensor, torch.Tensor], None]) -> dict[str
     counter = OpCounter()
 
     def record(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        counter.record_operation(lambda: StepPhase("forward", 0, is_recompute=False, module=""), func, args, kwargs, out)
+        counter.record_operation(
+            lambda: StepPhase("forward", 0, is_recompute=False, module=""), func, args, kwargs, out
+        )
 
     with fake_process_group(0, 4), ShapeTensors(record):
         run(torch.empty(100), torch.empty(400))
