@@ -1,4 +1,8 @@
-"""Facts about an architecture: the names of a model class, the tied ones among them, and when they are tied."""
+"""Facts about an architecture: the names of a model class, the tied ones among them, and when they are tied.
+
+Disk names are those of a published checkpoint; model names are those of the parameters in the transformers class. A
+naming is one complete set of names, such as either of these. A pattern is a name with `*` in place of every index.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,8 @@ class TieFlag:
 
     Attributes:
         paths: Keys that matter, each as its path from the root of the config; empty if none matters.
-        truth: One ``0`` or ``1`` per combination, the last path varying fastest, in the order absent, false, true.
+        truth: One character per combination of values, ``1`` if the model ties under it and ``0`` if not. The last path
+            varies fastest, and each takes the values absent, false, true in this order.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -50,7 +55,11 @@ class TieFlag:
         return self.truth[index] == "1"
 
     def explain(self, config: Mapping[str, Any]) -> str:
-        """Return the reason for ``is_set``, for a report."""
+        """Return the reason for the result of ``is_set``, for a report.
+
+        Raises:
+            InputError: See ``is_set``.
+        """
         if not self.paths:
             return "the class always ties" if self.truth == "1" else "the class never ties"
         states = [(".".join(path), _FLAG_STATES[_flag_state(config, path)]) for path in self.paths]
@@ -71,15 +80,16 @@ NEVER_TIED = TieFlag((), "0")
 
 @dataclass(frozen=True, slots=True)
 class TiePair:
-    """Two names of one tensor: ``target`` is an alias of ``source`` if ``flag`` is true.
+    """Two names that are one tensor if ``flag`` is true for the config: an alias, and the name that it is tied to.
 
     Attributes:
-        namings: ``(target, source)`` per naming. The first has the names of the model's own parameters; the others are
-            names on disk that load into them (hub originals, ``save_pretrained`` output, with and without the base
-            model's prefix).
+        namings: ``(target, source)`` per naming: the alias, such as the output head, and the name that it is tied to,
+            such as the input embedding. The first has the names of the model's own parameters; the others are names on
+            disk that load into them (hub originals, ``save_pretrained`` output, with and without the base model's
+            prefix).
         flag: Rule for when the pair is tied.
-        is_primary: True if the pair has the output or the input embedding. Other pairs (biases, shared layers) may be
-            absent together: a head that was never saved.
+        is_primary: True if the pair has the output or the input embedding. A checkpoint may lack both names of any
+            other pair (biases, shared layers), for example those of a head that was never saved.
     """
 
     namings: tuple[tuple[str, str], ...]
@@ -93,12 +103,13 @@ class Architecture:
 
     Attributes:
         class_name: Name as in ``architectures`` of ``config.json``.
-        model_type: Model type of the class's own config.
+        model_type: Model type of the class's own config; empty if it is unknown.
         ties: Candidate pairs with chains flattened: no source is a target of another pair.
         name_patterns: Names of all persistent tensors, on disk or in the model, with ``*`` for indices. In the table,
             also names that other configs of the class enable (biases, experts, towers). A pattern that ends in ``**``
-            matches everything below: a tower whose package was missing.
-        base_prefix: Name of the base model in the class (``model``, ``transformer``); names may have it or not.
+            matches everything below: a tower whose package was missing. Empty for an unknown class.
+        base_prefix: Name of the base model in the class (``model``, ``transformer``), without a dot; names on disk may
+            have it or not. Empty if there is none.
         keep_in_fp32: transformers' ``_keep_in_fp32_modules``: kept in fp32 when the target is fp16.
         keep_in_fp32_strict: ``_keep_in_fp32_modules_strict``: kept for fp16 and for bf16.
         ties_flag_editable: True if ``tie_word_embeddings: false`` in ``config.json`` unties the pairs and changes
@@ -107,12 +118,12 @@ class Architecture:
         has_output_embeddings: True if the class maps hidden states back to the vocabulary.
         known_from: Source of the facts: ``table`` (classes that ckptx ships), ``meta model`` (the class was built on
             the meta device) or ``suffix table`` (usual names of tied weights, for a class that cannot be built).
-        transformers_version: Version of transformers that was introspected.
+        transformers_version: Version of transformers from whose code the facts were read; empty for an unknown class.
         ignored: Regular expressions, searched in a name with ``*`` for indices: names in published checkpoints that the
             class does not load (old buffers, heads for speculative decoding).
         structure: Plan, layers, heads and conversions; empty for an unknown class.
         is_in_table: True if ckptx ships facts about the class; False for a class that was only built, such as one with
-            custom code, and for an unknown class. Which of its projections are fused is not known.
+            custom code, and for an unknown class. If False, it is not known which projections of the class are fused.
     """
 
     class_name: str
@@ -132,7 +143,7 @@ class Architecture:
 
     @property
     def is_unknown_class(self) -> bool:
-        """Return True for a class that cannot be built: only usual names of tied weights are known."""
+        """Return True for a class that cannot be looked up or built: only usual names of tied weights are known."""
         return self.known_from == FROM_SUFFIX_TABLE
 
     def expects(self, name: str) -> bool:
@@ -186,7 +197,7 @@ class Architecture:
         """Return the lists of layers in the order they run; empty if the class has no such list.
 
         Raises:
-            InputError: The config does not give the number of layers.
+            InputError: The config does not give a number of layers, or one that is out of range.
         """
         return stacks_of(self.structure, config)
 
@@ -203,7 +214,7 @@ class Architecture:
         return conversions_of(self.structure, config)
 
     def is_unused(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Return True if the model does not use this tensor, such as one that another layer's tensor replaces.
+        """Return True if the model does not use the tensor of this model name, as one replaced by another layer's.
 
         Raises:
             InputError: The config lacks a number that decides it.
@@ -219,7 +230,7 @@ class Architecture:
         return (self.name_patterns - disk) | own
 
     def keeps_fp32(self, name: str, target_dtype: Literal["fp16", "bf16"]) -> bool:
-        """Return True if transformers keeps this parameter in fp32 when the model is loaded in ``target_dtype``.
+        """Return True if transformers keeps the parameter of this model name in fp32 when it loads ``target_dtype``.
 
         This is the rule of ``_get_dtype_plan`` in transformers 5.23: each entry is a regular expression, with ``*`` for
         anything, searched in the model's parameter name.

@@ -1,11 +1,12 @@
-"""Decode the classes in a model file: JSON becomes a `ClassRecord`.
+"""Decode the classes in a model file (`model_files`): JSON becomes a `ClassRecord`.
 
-    classes       LlamaForCausalLM -> its facts; `names` are those outside of its base model
-    bodies        LlamaForCausalLM -> names below the base model, without its prefix, shared by the classes around it
-    structures    LlamaForCausalLM -> plan, layers and conversions below that prefix, see `structure_decoding`
+    classes       LlamaForCausalLM -> its facts; `names` are the patterns outside of its base model
+    bodies        LlamaForCausalLM -> patterns in the base model, without its prefix, shared by the classes around it
+    structures    LlamaForCausalLM -> plan, layers and conversions in the base model, see `structure_decoding`
 
-`body` names the entry of `bodies`, and `body_below` the prefix of its names in the class. A class with `introspect` has
-no names: its value is the reason why only the real config can give them.
+In the facts of a class, `body` is the key of its entry in `bodies` (the name of one of the classes that share it), and
+`body_below` is the prefix that the patterns of that entry have in the class. A class with the key `introspect` has no
+names in the file: the value of that key is the reason why only the real config can give them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class ClassRecord:
         model_type: Model type of the class's config.
         introspection_reason: Reason why the class must be built with its real config; empty if ``architecture`` is
             known without it.
-        sub_models: Config key of an exchangeable sub-model -> model types with which `tools/build_tables.py` built the
-            class to record it.
-        architecture: Architecture of the class; None if ``introspection_reason`` is set.
-        structures: Structures with other sub-models, by model type of the text model.
-        shared_layers: Rule for ties between layers; ``architecture`` has them only for a config.
+        architecture: Architecture of the class, without ties between layers; None if ``introspection_reason`` is set.
+        sub_models: Config key of an exchangeable sub-model, such as ``text_config`` -> its model types that the record
+            covers, because `tools/build_tables.py` built the class with each of them.
+        structures: Model type of an exchangeable text model -> structure of the class with it, in place of that of
+            ``architecture``.
+        shared_layers: Rule from which the ties between layers follow under a config; None if there are no such ties.
     """
 
     class_name: str
@@ -46,9 +48,11 @@ class ClassRecord:
     shared_layers: SharedLayers | None = None
 
     def architecture_for(self, config: Mapping[str, Any]) -> Architecture | None:
-        """Return the architecture for this ``config.json``: with its ties between layers, or with its text model.
+        """Return the architecture of the class under this ``config.json``.
 
-        No class has both. Sub-models are not checked, see `covers`.
+        The ties between layers are added if the record has a rule for them; else the structure is that of the text
+        model of the config if the record has one for its model type. No class has both. `covers` tells whether the
+        record is valid for the sub-models of the config; this method does not check it.
 
         Returns:
             None if the record has no architecture, or its rule for ties is not valid for the layers of the config.
@@ -65,10 +69,10 @@ class ClassRecord:
         return dataclasses.replace(self.architecture, structure=structure)
 
     def covers(self, config: Mapping[str, Any]) -> bool:
-        """Return True if the record is valid for this ``config.json``.
+        """Return True if the record has an architecture, and it is valid for this ``config.json``.
 
-        It is if the class was recorded with the sub-models of the config, and if the config has what the rule for ties
-        reads (`SharedLayers.covers`).
+        It is valid if the class was recorded with the sub-models of the config, and if the config has what the rule for
+        ties between layers reads (`SharedLayers.covers`).
         """
         if self.architecture is None or (self.shared_layers is not None and not self.shared_layers.covers(config)):
             return False
@@ -88,7 +92,7 @@ def decode_class(
     Args:
         class_name: Name of the class.
         model_type: Model type of its config.
-        sections: Sections of the file of the class.
+        sections: Sections of the model file with the class, see `model_files`.
         transformers_version: Version of transformers that was introspected.
     """
     values = sections["classes"][class_name]

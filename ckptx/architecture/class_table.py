@@ -12,14 +12,15 @@ from ckptx.architecture.shape_rules import ShapeRules
 
 
 def lookup(class_name: str, model_type: str | None = None) -> Architecture | None:
-    """Return the architecture of a class if the generated files are sufficient for it.
+    """Return the architecture of a class if the generated files are sufficient for it without a config.
 
     Args:
         class_name: Name as in ``architectures`` of ``config.json``.
         model_type: Required model type, because another model may use the same class name; None to skip this check.
 
     Returns:
-        The architecture, or None for an unknown class, another model type, or a class that needs its real config.
+        The architecture, or None for an unknown class, another model type, or a class whose names or ties follow only
+        from its config.
     """
     record = find_class_record(class_name, model_type)
     return record.architecture if record and record.shared_layers is None else None

@@ -11,7 +11,7 @@ from ckptx.errors import InputError
 
 TIE_FLAG = "tie_word_embeddings"
 
-# Keys about the environment of a checkpoint, not about its tensors: they would require kernels or quantizers.
+# Keys that do not determine names and shapes; a model built with them would require kernels or quantizers.
 _NON_STRUCTURAL_KEYS = (
     "quantization_config",
     "attn_implementation",
@@ -51,20 +51,26 @@ def invalid_value_message(path: Sequence[str], value: object, expected: str) -> 
 
 
 def structural_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy with only the keys that determine names and shapes, at every level."""
+    """Return a deep copy without `_NON_STRUCTURAL_KEYS`, at every level of nested objects."""
     kept = {key: copy.deepcopy(value) for key, value in config.items() if key not in _NON_STRUCTURAL_KEYS}
     return {key: structural_config(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def without_tie_flag(value: Any) -> Any:
-    """Return a copy without the tie flag, at every level."""
+    """Return a copy of a parsed ``config.json`` without the tie flag, at every level of nested objects."""
     if isinstance(value, dict):
         return {key: without_tie_flag(below) for key, below in value.items() if key != TIE_FLAG}
     return value
 
 
 def remote_reference(config: Mapping[str, Any], name: str) -> str | None:
-    """Return the ``file.Class`` in ``auto_map`` for a class name or an auto class name; None without one."""
+    """Return the reference (``file.Class``) to the remote code of a class; None if ``auto_map`` has none for it.
+
+    Args:
+        config: Contents of ``config.json``.
+        name: Class name (``NovelForCausalLM``), or name of an auto class, which is a key of ``auto_map``
+            (``AutoConfig``).
+    """
     for auto_name, reference in (config.get("auto_map") or {}).items():
         for each in reference if isinstance(reference, list) else [reference]:
             if each and (auto_name == name or each.rpartition(".")[2] == name):

@@ -31,7 +31,7 @@ from ckptx.layout.styles import STYLES
 
 INPUT_KINDS = ("images", "audio", "encoder_audio")  # kinds of `InputCorrection`
 
-ValueReader = Callable[[Any], Any]
+ValueReader = Callable[[Any], Any]  # JSON value -> value of the attribute; raises `_InvalidValueError`
 
 
 class InvalidCorrectionError(ValueError):
@@ -39,15 +39,15 @@ class InvalidCorrectionError(ValueError):
 
 
 class _InvalidValueError(Exception):
-    """A value of a key is invalid; the message is the kind of value that is required."""
+    """The value of a key is invalid; the message describes the values that are allowed, such as "a string"."""
 
 
 class _KeySpec(NamedTuple):
     """A key of an entry in JSON.
 
     Attributes:
-        attribute: Attribute of the correction.
-        read: Function that returns the value of the attribute.
+        attribute: Attribute of the correction (`correction_types`) that gets the value of the key.
+        read: Function that checks and converts the value of the key.
         is_required: True if every entry must have the key.
     """
 
@@ -89,7 +89,18 @@ def decode_corrections(text: bytes | str, file: str) -> Corrections:
 
 
 def _decode_entry(entry: Any, correction_type: Callable[..., Any], keys: Mapping[str, _KeySpec], location: str) -> Any:
-    """Return the named tuple for an entry, or for an object nested in one."""
+    """Return the correction for an entry, or the named tuple for an object nested in an entry.
+
+    Args:
+        entry: JSON value.
+        correction_type: Type of the named tuple.
+        keys: Keys that the entry may have.
+        location: Location of the entry, for messages.
+
+    Raises:
+        InvalidCorrectionError: The entry is not an object, lacks a required key, or has an unknown key or an invalid
+            value.
+    """
     if not isinstance(entry, dict):
         raise InvalidCorrectionError(f"{location}: expected an object, found {json.dumps(entry)}")
     for key in sorted(entry.keys() - keys.keys()):
@@ -121,9 +132,10 @@ def _refuse_conflicts(sections: Mapping[str, Any], file: str) -> None:
 
 
 def _exclusive_values(section: str, entry: Any) -> list[tuple[str, ...]]:
-    """Return the values that only one entry of a section may set.
+    """Return a key for each value that an entry sets and no other entry of its section may set.
 
-    Entries of `plan` may overlap: the last one applies.
+    A key is the name of the value, and the class for which it is set, if any. There is none for entries of `plan`,
+    which may overlap: the last one applies.
     """
     if isinstance(entry, ForwardCorrection):
         names = [name for name in entry._fields if name not in ("class_name", "reason") and getattr(entry, name)]
@@ -198,7 +210,7 @@ def _read_pair(value: Any) -> tuple[str, str]:
 
 
 def _read_patterns(value: Any) -> tuple[str, ...]:
-    """Return FQNs; one string may have several, as alternatives in braces."""
+    """Return the FQNs (dotted module paths) in a list; one string may have several, as alternatives in braces."""
     return tuple(each for text in _list_reader(_read_string)(value) for each in expand_braces(text))
 
 

@@ -1,8 +1,9 @@
 """Types of manual corrections: one for each section of a file in `corrections/`.
 
-Every correction has its reason. Patterns of a plan and of absent tensors are relative: ``@layers`` is a list of layers,
-``@around`` the module that contains it; alternatives are in braces. Expressions (`expressions`) read the config of the
-text model. Paths and modules of the other corrections are FQNs of the class that the correction names.
+Every correction has its reason. Patterns in the sections `plan` and `absent` are relative, because they apply to every
+class around a text model: ``@layers`` stands for the path of each list of layers, and ``@around`` for the module that
+contains it. Paths and modules in the other sections are FQNs (dotted module paths) in the class that the correction
+names. Alternatives are in braces. Expressions (`expressions`) read the config of the text model.
 
 Corrections are named tuples: `ckptx inspect` reads only some, and creating a dozen dataclasses would take longer than
 using them.
@@ -19,14 +20,18 @@ from ckptx.architecture.structure import Heads
 class PlanCorrection(NamedTuple):
     """A tensor-parallel rule that is missing or wrong in the plan of transformers.
 
-    It defines which elements belong together, not how a forward pass would run: rows of ``[q|k|v]`` are three groups.
+    It defines which elements each rank holds, for example a chunk of each of q, k and v in the rows ``[q|k|v]``, and is
+    for sharding files. A forward pass runs with it only if `ForwardCorrection.runs` has its pattern, or for the rules
+    in `ckptx.architecture.run_support.is_valid_for_forward`.
 
     Attributes:
-        patterns: Patterns of modules or parameters.
+        patterns: Patterns of modules or parameters, with alternatives in braces.
         style: Style as in `ckptx.layout.styles`.
         reason: Reason for the correction, which reports repeat.
-        groups: Widths of the fused parts along the sharded dim, as expressions.
-        heads: Candidates (number of heads, size of a head) whose product is the sharded dim, as expressions.
+        groups: Widths in elements of the fused parts along the sharded dim, as expressions; empty if it is not fused.
+            If the config gives no number for one of them, the correction does not apply.
+        heads: Candidates (number of heads, size of a head) whose product is the sharded dim, as expressions; empty if
+            shards need not hold whole heads.
         when: Expression; the correction applies if it has a value other than 0.
         note: Note for maintainers: the contents of the tensors, or related tensors that stay replicated.
     """
@@ -45,7 +50,7 @@ class AbsentCorrection(NamedTuple):
 
     Attributes:
         patterns: Patterns of modules.
-        first_layer: First layer without them, as an expression.
+        first_layer: Index of the first layer without them, as an expression.
         reason: Reason why the layers do not need them.
     """
 
@@ -65,12 +70,12 @@ class NoStacksCorrection(NamedTuple):
 
 
 class DefaultsCorrection(NamedTuple):
-    """The minimal config with which a class can be built whose own defaults fail; for `tools/build_tables.py`.
+    """The minimal config for building a class that cannot be built with its own defaults; for `tools/build_tables.py`.
 
     The values affect sizes only: names and ties are the same for every checkpoint of the class.
 
     Attributes:
-        config: Values for its config class.
+        config: Arguments of the config class.
         reason: Problem with the defaults.
     """
 
@@ -93,15 +98,17 @@ class NoStagesCorrection(NamedTuple):
 class SequenceParallelModules(NamedTuple):
     """Modules for sequence parallelism; see `ckptx.runtime.parallel.tensor_parallel.sequence`.
 
-    Inner outputs of layers that a caller requests, such as hidden states, are slices of the sequence.
+    Outputs of single layers that a caller requests, such as hidden states, are slices of the sequence. Shapes are those
+    of one microbatch: B sequences of S tokens, H features, and K selected experts for each token.
 
     Attributes:
         layers: Path of the list of decoder layers.
-        whole: Modules of every layer that need the whole sequence [B, S, H].
-        experts: Modules of some layers that get all tokens [B * S, H], in any order, and in the same order the other
-            arguments with a row per token, such as routing weights and expert indices [B * S, K].
-        tokenwise: Modules of some layers that process tokens independently, as norms do everywhere.
-        arguments: Arguments of a layer [B, S, ...] that are sliced with the hidden states.
+        whole: Modules of every layer that need the whole sequence [B, S, H], as paths below the layer.
+        experts: Modules of some layers that get all tokens [B * S, H] in any order. Their other arguments with a row
+            per token, such as routing weights and expert indices [B * S, K], have the same order.
+        tokenwise: Modules of some layers that process tokens independently; norms do so in every class and are not
+            listed.
+        arguments: Names of the arguments of a layer [B, S, ...] that are sliced along S like the hidden states.
     """
 
     layers: str
@@ -121,8 +128,10 @@ class ForwardCorrection(NamedTuple):
         sequence: Modules for sequence parallelism; None if it is not supported.
         runs: Patterns of plan corrections that are valid for the forward pass, too, not only for sharding files.
         styles: Module -> additional style that the forward pass needs; these styles shard nothing.
-        reads_weight: Module -> another module whose weight its forward reads; the weight is gathered around it.
-        reads_when: Key of the text model's config; `reads_weight` applies only if it is not zero.
+        reads_weight: Module -> another module whose weight the `forward` of the first reads; the weight is gathered
+            for the duration of that call.
+        reads_when: Key of the text model's config; `reads_weight` applies only if its value is not zero. Empty if it
+            always applies.
     """
 
     class_name: str
@@ -136,10 +145,10 @@ class ForwardCorrection(NamedTuple):
 
 
 class LayersCorrection(NamedTuple):
-    """Paths of the lists of layers of a multimodal class, by group.
+    """Paths of the lists of layers of a multimodal class, separately for language, vision and audio.
 
-    Each group has alternatives: FQNs of the same list in different releases of transformers, or with different towers.
-    The first that exists is used, so that a list with two names counts once.
+    The paths in one attribute are alternatives: FQNs of the same list in different releases of transformers, or with
+    different towers. The first that exists is used, so that a list with two names counts once.
 
     Attributes:
         class_name: Name of the class.
@@ -178,9 +187,9 @@ class InputCorrection(NamedTuple):
     Attributes:
         kind: "images" or "audio" for inputs within a text sequence; "encoder_audio" for the audio input of an encoder
             whose decoder generates text.
-        form: Name of the function in `ckptx.runtime.parity.inputs` that makes it.
+        form: Key of the function that makes the input, in the table of its kind in `ckptx.runtime.parity.inputs`.
         reason: Description of the input.
-        settings: Arguments of that function.
+        settings: Keyword arguments of that function.
         class_name: The only class of the model type with this input; empty for all.
     """
 
@@ -192,12 +201,12 @@ class InputCorrection(NamedTuple):
 
 
 class TowerCorrection(NamedTuple):
-    """Differences from CLIP for a model of this type as the tower of a class that accepts any tower.
+    """Differences from CLIP of a vision model of this type, for classes that accept any vision model as their tower.
 
     Attributes:
         reason: Description of the difference.
-        any_size: True if it takes images of any size, together with their sizes.
-        class_token: True if it returns a token for the whole image before those of the patches.
+        any_size: True if the tower takes images of any size, together with their sizes.
+        class_token: True if the tower returns a token for the whole image before those of the patches, as CLIP does.
     """
 
     reason: str
@@ -206,11 +215,12 @@ class TowerCorrection(NamedTuple):
 
 
 class TrainerNamingCorrection(NamedTuple):
-    """A class for which a trainer has a model of its own.
+    """A class that a trainer (torchtitan or Megatron) implements itself, with tensor names of its own.
 
     Attributes:
         class_name: Name of the class.
-        form: Key of the tables of names in `ckptx.architecture.trainer_naming`; "head_norms" in `torchtitan.py`, say.
+        form: Key of the names of the class in the tables of the trainer, see `ckptx.architecture.trainer_naming`;
+            "head_norms", for example.
         reason: Difference from other classes.
     """
 
@@ -231,7 +241,7 @@ class Corrections(NamedTuple):
         plan: Tensor-parallel rules.
         absent: Tensors that some layers do not have.
         no_stacks: At most one correction, which excludes pipelines.
-        defaults: At most one config with which the class can be built.
+        defaults: At most one config with which the classes can be built.
         no_stages: Classes that cannot run as pipeline stages.
         forward: Options of the forward pass under tensor parallelism, by class.
         layers: Paths of the lists of layers of multimodal classes.

@@ -1,4 +1,4 @@
-"""Manual corrections, one file for each model type next to the generated one; this is the only reader of them.
+"""Manual corrections of the generated facts, one file for each model type; this is the only reader of these files.
 
     corrections/gemma3n_text.json    {"plan": [{"modules": ..., "style": ..., "reason": ...}, ...], "absent": [...]}
 
@@ -39,12 +39,14 @@ def corrections_of(model_type: str) -> Corrections:
 
 
 def corrections_of_class(class_name: str, module: str | None = None) -> Corrections:
-    """Return the corrections of the model type of a class, also those for its other classes; empty if unknown.
+    """Return all corrections of the model type of a class; empty for an unknown class.
+
+    They include the corrections that name other classes of the model type, see `filter_by_class`.
 
     Args:
         class_name: Name of the class.
-        module: Module that defines the class. If given, a third-party class of the same name counts as unknown: the
-            module must be in one of the directories from which the generated file was made. None skips this check.
+        module: Python module that defines the class. If given, a third-party class of the same name counts as unknown:
+            the module must be in one of the directories from which the generated file was made. None skips this check.
     """
     model_type = read_index()["classes"].get(class_name)
     if model_type is None:
@@ -60,7 +62,11 @@ def corrections_of_class(class_name: str, module: str | None = None) -> Correcti
 def plan_corrections(text_type: str, model_type: str) -> tuple[PlanCorrection, ...]:
     """Return the plan corrections of a class: those of the model type of its text model, else those of its own.
 
-    Corrections of the text model apply to every composite around it.
+    The corrections of a text model thus apply to every multimodal class around it.
+
+    Args:
+        text_type: Model type of the text model.
+        model_type: Model type of the class.
     """
     return corrections_of(text_type).plan or corrections_of(model_type).plan
 
@@ -71,7 +77,7 @@ def absent_corrections(text_type: str, model_type: str) -> tuple[AbsentCorrectio
 
 
 def plan_keys(text_type: str, model_type: str) -> frozenset[str]:
-    """Return the keys of the text model's config that the corrections of its plan and of absent tensors read."""
+    """Return the keys of the text model's config that the corrections of plan and absent tensors of a class read."""
     expressions = [absent.first_layer for absent in absent_corrections(text_type, model_type)]
     for rule in plan_corrections(text_type, model_type):
         expressions += [*rule.groups, *chain.from_iterable(rule.heads), rule.when]

@@ -22,7 +22,7 @@ class CheckpointNames:
 
     @lazy_property
     def match_fraction(self) -> float:
-        """Return the fraction of names that belong to the architecture."""
+        """Return the fraction of the names that belong to the architecture, from 0.0 to 1.0."""
         return self._architecture.match_fraction(self._names)
 
     @lazy_property
@@ -36,7 +36,10 @@ class CheckpointNames:
         return frozenset(found - {""})
 
     def count_missing_modules(self, name: str) -> int:
-        """Return the number of modules around ``name`` that the checkpoint lacks; its own naming has the fewest."""
+        """Return the number of modules around ``name`` in which the checkpoint has no tensor.
+
+        Of several names of one tensor, the one in the naming of the checkpoint has the lowest number.
+        """
         module = name.rpartition(".")[0]
         count = 0
         while module and module not in self._modules:
@@ -45,7 +48,7 @@ class CheckpointNames:
         return count
 
     def has_other_form(self, name: str) -> bool:
-        """Return True if the module of an absent tensor has tensors unknown to the class, like a quantized one."""
+        """Return True if the module of an absent tensor has tensors unknown to the class, as a quantized module has."""
         module = name.rpartition(".")[0]
         if module not in self._modules:
             return False
@@ -53,18 +56,21 @@ class CheckpointNames:
         return any(each.startswith(lead) and not self._architecture.expects(each) for each in self._names)
 
     def lacks_base_prefix(self, pair: TiePair, source: str) -> bool:
-        """Return True if ``source`` has the name that it has in a checkpoint of the base model alone."""
+        """Return True if ``source``, a source name of the pair, is the one in a checkpoint of the base model alone."""
         prefix = self._architecture.base_prefix
         return bool(prefix) and any(source_name == f"{prefix}.{source}" for _, source_name in pair.namings)
 
     def prefixes_of(self, name: str) -> list[str]:
-        """Return the prefixes before ``name`` in the names that end with it."""
+        """Return what precedes ``name``, with the dot at its end, in each longer name on disk that ends with it."""
         ending = "." + name
         return [each.removesuffix(name) for each in self._names if each.endswith(ending)]
 
 
 def tie_names(ties: Sequence[TiePair], names: CheckpointNames) -> list[tuple[str, str]]:
-    """Return ``(target, source)`` of each pair as in the checkpoint; pairs with one source agree on its name."""
+    """Return ``(target, source)`` of each pair in the naming of the checkpoint, which may lack one or both of them.
+
+    Pairs that are tied to the same model tensor get the same source name.
+    """
     sources = {pair.namings[0][1]: _choose_source_name(pair.namings[0][1], ties, names) for pair in ties}
     return [_choose_pair_names(pair, sources[pair.namings[0][1]], names) for pair in ties]
 

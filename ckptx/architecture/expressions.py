@@ -1,8 +1,9 @@
 """Expressions that compute integers from ``config.json``: ``head_dim ?? hidden_size // num_attention_heads``.
 
-An expression has integers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b if the config does not have a",
-which binds weakest. A key with dots is in a sub-config: ``text_config.hidden_size``; ``#key`` is the length of a list.
-A key that ``config.json`` omits has the default of its config class, which the table records; ``null`` has no value.
+An expression has integers, keys, ``+ - * //``, parentheses, and ``a ?? b`` for "a, or b if a has no value", which binds
+weakest. A key with dots is in a sub-config: ``text_config.hidden_size``; ``#key`` is the length of a list. A key that
+``config.json`` omits has the default of its config class, which the table records, or else no value; ``null`` has no
+value. A composite is a class whose config has sub-configs, such as a vision language model.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Scope(NamedTuple):
 
     Attributes:
         config: Contents of `config.json`.
-        defaults: Defaults of the config class for absent keys, by dotted key.
+        defaults: Default of the config class by dotted key, for keys that `config` omits; see also `COMPOSITE_PREFIX`.
         aliases: Dotted key -> another name of its last part that the config class accepts.
-        root: Keys to follow in `config` first: for a text model over the config of its composite.
+        root: Keys to follow in `config` before those of each dotted key: ("text_config",) for a class of the text model
+            alone whose `config.json` is that of a composite, else ().
     """
 
     config: Mapping[str, Any]
@@ -38,11 +40,11 @@ class Scope(NamedTuple):
     root: tuple[str, ...] = ()
 
     def value(self, key: str) -> int | None:
-        """Return the number of a dotted key, or with `#` before it the length of its list; None if it is unknown.
+        """Return the number of a dotted key, or with `#` before it the length of its list; None if it has no value.
 
-        Some composites are published with the keys of their text model at the root: keys of an absent sub-config are
-        read there. If they are absent, too, the sub-config is the one that the composite builds, possibly with values
-        of its own (`COMPOSITE_PREFIX`).
+        Some composites are published with the keys of their text model at the root, so the keys of an absent sub-config
+        are read at the level above it. If they are absent there, too, their defaults are those of the sub-config that
+        the composite builds, which may differ from those of the sub-config's class (`COMPOSITE_PREFIX`).
 
         Raises:
             InputError: The value is a string or a fraction, which no config class accepts as a number.
@@ -70,7 +72,7 @@ def evaluate(expression: str, scope: Scope) -> int:
 
     Raises:
         InputError: A key has no value or an invalid one, or a division is by zero.
-        ValueError: The text is not an expression.
+        ValueError: `expression` is malformed.
     """
     value = try_evaluate(expression, scope)
     if value is None:
@@ -86,17 +88,17 @@ def try_evaluate(expression: str, scope: Scope) -> int | None:
 
     Raises:
         InputError: A key has a string or a fraction as its value.
-        ValueError: The text is not an expression.
+        ValueError: `expression` is malformed.
     """
     return _evaluate_tree(_parse(expression), scope)
 
 
 def keys_of(expression: str) -> frozenset[str]:
-    """Return the dotted keys that an expression reads."""
+    """Return the dotted keys that an expression reads, without `#`."""
     return frozenset(found[2].removeprefix("#") for found in _TOKEN.finditer(expression) if found[2])
 
 
-# A number, a key, or an operator with two operands.
+# Syntax tree: a number, a key, or an operator with the trees of its two operands.
 _Tree = int | str | tuple[str, Any, Any]
 
 
@@ -157,7 +159,7 @@ def _parse_alternatives(tokens: list[str]) -> tuple[_Tree, list[str]]:
 
 
 def _parse_chain(tokens: list[str], operators: tuple[str, ...]) -> tuple[_Tree, list[str]]:
-    """Parse operands of one precedence, from left to right."""
+    """Parse operands of one precedence, from left to right; return their tree and the remaining tokens."""
 
     def parse_operand(rest: list[str]) -> tuple[_Tree, list[str]]:
         return _parse_chain(rest, ("*", "//")) if "+" in operators else _parse_atom(rest)

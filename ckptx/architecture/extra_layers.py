@@ -1,4 +1,4 @@
-"""Layers after the last one of the config: multi-token prediction (MTP) layers, and those of another model."""
+"""Layers after the last one of the config: multi-token prediction (MTP) layers, or layers of another, deeper model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ExtraLayer(NamedTuple):
     """A layer that a checkpoint has after the last layer of the model.
 
     Attributes:
-        path: Path of the list of layers.
-        layer_index: Its index in the list.
+        path: Path of the list of layers, in model names.
+        layer_index: Index of the layer in the list, from 0.
     """
 
     path: str
@@ -38,8 +38,8 @@ def find_extra_layer(model_name: str, counts: Mapping[str, int]) -> ExtraLayer |
     """Return the layer of a tensor if it is after the last one of its list, else None.
 
     Args:
-        model_name: Name of the tensor in the model.
-        counts: Number of layers by path of the list.
+        model_name: Name of the tensor in the model; its first index is that of the layer.
+        counts: Number of layers by path of the list. Lists that it does not have are unlimited.
     """
     pattern, indices = split_pattern(model_name)
     for path in star_prefixes(pattern)[:1]:
@@ -54,16 +54,16 @@ def unexplained_layers(
     config: Mapping[str, Any],
     extras: Mapping[str, ExtraTensor],
 ) -> Iterator[tuple[str, ExtraLayer]]:
-    """Yield each extra layer that must belong to another model, with the name of its first tensor.
+    """Yield the name of the first tensor of each extra layer that must belong to another model, and the layer.
 
-    A layer is left out if it is an MTP layer, by the count in the config or by a module in it, or if one of its tensors
-    has a reason among the `EXTRA_TENSOR_KINDS`, other than being computed by the class.
+    A layer is left out if it is an MTP layer, by the count in the config or by a module in it, or if a checkpoint may
+    have one of its tensors for another reason (`ExtraTensor.reason`) than that the class computes it.
 
     Args:
         layers: Extra layers by the name of each tensor in them.
         counts: Number of layers by path of the list.
         config: Contents of `config.json`.
-        extras: Tensors that the class does not have, by name.
+        extras: Tensors that the class does not have, by the same names as `layers`.
     """
     mtp_layers = _count_mtp_layers(config)
     explained = {layer for name, layer in layers.items() if _MTP_MODULES.search(name) or _has_reason(extras.get(name))}
@@ -80,7 +80,7 @@ def _has_reason(extra: ExtraTensor | None) -> bool:
 
 
 def _count_mtp_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers that the config adds after the last one."""
+    """Return the number of MTP layers in the config, at the root or in `text_config`; 0 if it has none."""
     nested = config.get("text_config")
     configs: Iterable[Mapping[str, Any]] = (each for each in (config, nested) if isinstance(each, Mapping))
     return max((count for each in configs for key in _MTP_COUNT_KEYS if type(count := each.get(key)) is int), default=0)

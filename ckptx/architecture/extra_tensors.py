@@ -35,9 +35,9 @@ class ExtraTensorKind(NamedTuple):
         is_computed: True for tensors whose values a loaded model does not need, because the class computes them or has
             no use for them; conversions do not mention them.
         dims: Allowed numbers of dims; empty for any.
-        parent: Text that is put in place of the part of the name from the match on, to get the name of a tensor that
-            the class must have; empty for none.
-        needs_weight: True if the name must begin with the name of a weight of the class, or of its module.
+        parent: Suffix of the tensor of the class that must exist for the kind to match: the name up to the match,
+            followed by this suffix, is its name. Empty for no such condition.
+        needs_weight: True if the tensor must belong to a weight of the class, see `find_parent`.
     """
 
     name: str
@@ -156,7 +156,7 @@ class ExtraTensor(NamedTuple):
             of the class or in place of a head that is not stored.
         module: Innermost module of the class that contains it, with `*` for indices. Empty if there is none, and for an
             expected tensor.
-        is_computed: True if the class computes it.
+        is_computed: True if a loaded model does not need its values, see `ExtraTensorKind.is_computed`.
         is_expected: True if its presence is no sign of another model: one of `EXTRA_TENSOR_KINDS` matches it, the class
             ignores it, or it belongs to a quantized weight. Tensors of other classes, or outside of the modules of the
             class, have a reason but are not expected.
@@ -195,7 +195,7 @@ class ExtraTensors:
                 self.by_name[name] = extra
 
     def is_part_of_quantized_weight(self, name: str) -> bool:
-        """Return True if a tensor belongs to a quantized weight of the class, or is the weight."""
+        """Return True if a tensor is a quantized weight of the class, or belongs to one, as a scale or a bias does."""
         parent = find_parent(name, self._owns)
         if parent is None:
             return False
@@ -283,7 +283,7 @@ class ExtraTensors:
 
     @lazy_property
     def _quantized_modules(self) -> frozenset[str]:
-        """Names of weights, without ".weight", that are packed or not of a plain float dtype."""
+        """Names of quantized weights, without ".weight": packed ones, and those with a dtype that cannot be cast."""
         packed = [re.compile(each.pattern) for each in EXTRA_TENSOR_KINDS if each.name == _PACKED_KIND]
         found = set()
         for name, entry in self._tensors.items():
@@ -313,7 +313,10 @@ class ExtraTensors:
         return bool(own) and not own & patterns
 
     def _other_class(self, pattern: str) -> str:
-        """Return a class of the same model type, or of the type of a tower, that has the tensor, or an empty string."""
+        """Return the name of another class that has the tensor, or an empty string.
+
+        It has the same model type, or that of a tower; then a suffix of the name has to be one of its names.
+        """
         for each in self._siblings:
             if each.owns(pattern):
                 return each.class_name
@@ -327,7 +330,7 @@ class ExtraTensors:
 
     @lazy_property
     def _towers(self) -> tuple[Architecture, ...]:
-        """Classes of the parts of a composite model."""
+        """Classes whose model type is that of a sub-config, such as vision_config."""
         nested = (each for each in self._config.values() if isinstance(each, Mapping))
         types = dict.fromkeys(str(each.get("model_type")) for each in nested if each.get("model_type"))
         return tuple(known for each in types for known in _architectures_of_type(each))

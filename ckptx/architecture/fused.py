@@ -2,19 +2,20 @@
 
     {"modules": ["gate_up_proj", "Wi"], "equal": 2, "reason": "[gate|up]"}
 
-The entries never decide how TP shards a tensor. They decide whether a shard, made by whatever rule, is `aligned`: see
-`ckptx.layout.composition`. A plan may shard a fused projection in plain chunks, as transformers' own plans do with
-``colwise_gather_output``, and a user's plan may do so by mistake.
+The entries never decide how TP shards a tensor. They decide whether a shard, made by whatever rule, is `aligned` (holds
+whole heads, and its chunk of each fused part): see `ckptx.layout.composition`. A plan may shard a fused projection in
+plain chunks, as transformers' own plans do with ``colwise_gather_output``, and a user's plan may do so by mistake.
 
-An entry names the last one or two components of module paths; of two entries that name the same, the first whose
-`types` admit the model type of the text model is used. `parts` are candidates for the fused parts, each a list with
-[number of heads or features, size of one] for each part, as expressions over ``config.json``:
+An entry names the last one or two components of module paths in `modules`. If several entries name the same module, the
+first is used that has no `types`, or the model type of the text model among them. `parts` are candidates for the fused
+parts, each a list with [number of heads or features, size of one in elements] for each part, as expressions over
+``config.json``, in which the keys of `names` at the top of the file stand for their expressions:
 
     {"modules": ["kv_proj"], "parts": [[["kv_heads", "kv_channels"], ["kv_heads", "kv_channels"]]], "reason": "[k|v]"}
 
-The first candidate that adds up to the dim of the stored tensor is used. If none does, the dim has `equal` parts of the
-same size. A projection with an entry whose parts are not found is never aligned: nothing shows that its shards hold
-whole parts.
+The first candidate that adds up to the size of the stored tensor's dim is used. If none does, the dim has `equal` parts
+of the same size. A projection with an entry whose parts are not found is never aligned: nothing shows that its shards
+hold whole parts.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class FusedProjection(NamedTuple):
 
     Attributes:
         modules: Last one or two components of module paths.
-        candidates: Parts in the order in which they are stored, as expressions for their number and the size of one.
+        candidates: Candidates for the fused parts. Each has a pair of expressions for each part, in the order in which
+            the parts are stored: the number of heads or features, and the size of one.
         num_equal_parts: Number of equal parts if no candidate fits; 1 if the features are not fused, 0 if unknown.
-        side: "out" for output features, "in" for input features.
-        types: Model types of the text model that the entry is about; empty for all.
+        side: "out" if the parts are along the output features, "in" if along the input features.
+        types: Model types of the text models to which the entry applies; empty for all.
         reason: Fused parts in a few words, for maintainers.
     """
 
@@ -88,8 +90,8 @@ def compositions_of(structure: Structure, scopes: Sequence[Scope], *, is_in_tabl
         structure: Structure of the class.
         scopes: Sources of values for the expressions: the whole config, then one for each kind of layer with sizes of
             its own (`per_layer_config`).
-        is_in_table: True for a class whose fused projections are all in `fused.json`; False if it was only built, as
-            one with custom code, so that its projections may have any names.
+        is_in_table: See `Architecture.is_in_table`. If True, all fused projections of the class are in `fused.json`; if
+            False, its projections may have any names.
     """
     layers = [(scope, structure.text_config_path) for scope in scopes]
     towers = [(Scope(each), "") for each in scopes[0].config.values() if isinstance(each, Mapping)]
@@ -117,7 +119,7 @@ def _compositions_by_module(scopes: Iterable[tuple[Scope, str]], text_type: str)
     """Return the heads and fused parts by module name, with the sizes of all scopes as candidates.
 
     Args:
-        scopes: Each scope with the dotted path from its config to the config of the text model.
+        scopes: Each scope with the dotted path from its config to the sub-config with the keys; empty for its root.
         text_type: Model type of the text model.
     """
     scopes = list(scopes)
@@ -139,7 +141,7 @@ def _compositions_by_module(scopes: Iterable[tuple[Scope, str]], text_type: str)
 
 
 def _evaluate_parts(pairs: CountSizePairs, scope: Scope, text_config_path: str) -> tuple[Part, ...] | None:
-    """Return the numbers of a candidate; None if the config lacks one, or one is not a positive integer."""
+    """Return (count, size) of each part of a candidate; None if a number is missing or not a positive integer."""
     try:
         numbers = [
             (

@@ -34,13 +34,13 @@ class InferredClass(NamedTuple):
 
 
 class _ClassFit(NamedTuple):
-    """Quality of the fit of a class; sorts best first, and fewer of each count is better.
+    """Quality of the fit of a class; the best sorts first, because lower is better in every field.
 
     Attributes:
         unknown_patterns: Number of patterns on disk that the class does not have.
-        missing_head_modules: Number of modules of its head without tensors on disk, tied ones included.
+        missing_head_modules: Number of modules of its head that have no tensor on disk, and are not tied to one.
         renamed_patterns: Number of patterns on disk that have another name in the model.
-        rank: Position of its suffix in `_PREFERRED_ENDINGS`; the lowest is preferred, -1 for a masked language model.
+        rank: Result of `_class_rank`.
         class_name: Name of the class, to order equal fits.
     """
 
@@ -63,7 +63,8 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
         names: Names of all tensors, including any prefix of a trainer.
 
     Returns:
-        The class, or None if the model type is unknown, or none of its classes has half of the names.
+        The class, or None if the model type is unknown, or no class of it has half of the names. The prefix of the
+        model, or those of several copies of it, is removed from the names first.
 
     Raises:
         InputError: A key that determines a tie is not a boolean.
@@ -88,7 +89,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
 
 
 def _is_stored_several_times(fit: _ClassFit, patterns: set[str], model_type: str) -> bool:
-    """Return True if most unknown names are copies of the class's names under other prefixes."""
+    """Return True if at least half of the names are names of the class after any prefixes; they need not be equal."""
     architecture = lookup(fit.class_name, model_type)
     if architecture is None or fit.unknown_patterns == len(patterns):
         return False
@@ -112,7 +113,11 @@ def _fit_class(architecture: Architecture, config: Mapping[str, Any], patterns: 
 
 
 def _class_rank(class_name: str, is_decoder: bool) -> int:
-    """Return the rank of a kind of class; an encoder is a masked language model unless it is made a decoder."""
+    """Return the rank of a class among classes whose names fit equally; the lowest is preferred.
+
+    It is the index of the ending of its name in `_PREFERRED_ENDINGS`. But a masked language model has rank -1 unless
+    the config sets `is_decoder`, because an encoder is usually one.
+    """
     if class_name.endswith(_MASKED_LM) and not is_decoder:
         return -1
     positions = (index for index, ending in enumerate(_PREFERRED_ENDINGS) if class_name.endswith(ending))
@@ -120,9 +125,14 @@ def _class_rank(class_name: str, is_decoder: bool) -> int:
 
 
 def _missing_head_modules(architecture: Architecture, config: Mapping[str, Any], owned: set[str]) -> set[str]:
-    """Return modules outside of the base model without a tensor on disk, their own or a tied one.
+    """Return the top-level modules outside of the base model that have no tensor on disk, their own or a tied one.
 
-    A part of the base model is not a head, even if another kind of it has disk names that begin with that part.
+    A module that is also a child of the base model is not a head: some patterns of the base model omit its prefix.
+
+    Args:
+        architecture: Architecture of the class.
+        config: Contents of `config.json`.
+        owned: Patterns on disk that belong to the class.
     """
     prefix = f"{architecture.base_prefix}."
     base_names = [

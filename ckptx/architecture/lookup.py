@@ -20,11 +20,11 @@ def find_architecture(
     config_dir: Path | None = None,
     trust_remote_code: bool = False,
 ) -> Architecture | None:
-    """Return the architecture of the class that a checkpoint names.
+    """Return the architecture of the class that a checkpoint names, the first in ``architectures``.
 
     Args:
         config: The contents of ``config.json``.
-        config_dir: Directory of the config, for remote code.
+        config_dir: Directory of the config, from which remote code is loaded; None to run none.
         trust_remote_code: Allow Python files in ``config_dir`` to be executed.
 
     Returns:
@@ -57,7 +57,11 @@ def find_architecture(
 
 
 def _refuse_invalid_keys(config: Mapping[str, Any]) -> None:
-    """Refuse the first key identifying the class whose value is of another kind."""
+    """Refuse a config in which a key that identifies the class has a value of another kind.
+
+    Raises:
+        InputError: There is such a key; the message names the first.
+    """
     names = config.get("architectures")
     if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(each, str) for each in names)):
         raise InputError(invalid_value_message(("architectures",), names, "a list of class names"))
@@ -69,7 +73,10 @@ def _refuse_invalid_keys(config: Mapping[str, Any]) -> None:
 
 
 def _with_text_config_paths(architecture: Architecture, config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture with its keys in ``text_config`` if the config is that of a composite with the class."""
+    """Return the architecture with its config keys moved into ``text_config`` if they are there.
+
+    This is so if a class of the text model alone has the config of a composite around it.
+    """
     nested = config.get("text_config")
     if not isinstance(nested, Mapping) or config.get("model_type") == architecture.model_type:
         return architecture

@@ -6,9 +6,9 @@
 
 A file has one key per line and is self-contained: `classes`, `bodies` and `structures` are described in
 `class_decoding` and `structure_decoding`, `shapes` and `shape_bodies` in `shape_decoding` (bodies hold what classes
-around the same base model share); `tools/model_file_writer.py` writes them. `source` distinguishes the code that was
-introspected from other code of the same name. Only the file of the required class is opened. The index names the file:
-the class and model type of a checkpoint never become part of a path.
+around the same base model share); `tools/model_file_writer.py` writes them. `source` identifies the code of
+transformers from which the facts were read, so that another version of it is noticed. Only the file of the required
+class is opened. The index names the file: the class and model type of a checkpoint never become part of a path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDEX_FILE = Path(__file__).with_name("classes.json")
 MODELS_DIR = Path(__file__).with_name("models")
 FACT_SECTIONS = ("classes", "bodies", "structures", "shapes", "shape_bodies")
 
-Sections = Mapping[str, Mapping[str, Any]]
+Sections = Mapping[str, Mapping[str, Any]]  # contents of a model file: name of a section -> its JSON object
 
 
 @functools.cache
@@ -54,14 +54,15 @@ def sections_of(class_name: str) -> Sections | None:
 def source_of(class_name: str) -> Mapping[str, Any] | None:
     """Return the section `source` for a class; None for an unknown class.
 
-    `directories` lists the directories of transformers with its code, and `digest` is the digest of this code.
+    `directories` lists the directories in `transformers/models` with its code, and `digest` is the digest of this code
+    (`transformers_version.source_digest`).
     """
     sections = sections_of(class_name)
     return None if sections is None else sections["source"]
 
 
 def model_file(model_type: str) -> Path:
-    """Return the path of the file of a model type from the index."""
+    """Return the path of the file of a model type, which must be one of the index; it may be empty."""
     return MODELS_DIR / f"{model_type or 'no-model-type'}.json"
 
 

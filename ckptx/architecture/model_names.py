@@ -22,7 +22,8 @@ class ModelNames(NamedTuple):
         models: The model and other models, by names without wrappers.
         architecture: Architecture under the names of the checkpoint; None if unknown.
         trainer_conversions: Conversions from trainer names to disk names, see `ModelView`.
-        buffers: Names in the roles `other` of buffers of the trainer's model that the class does not have on the Hub.
+        buffers: Names, without wrappers, of buffers of the trainer's model that the class does not have on the Hub;
+            they have the role `other` in `models`.
     """
 
     unwrapped: UnwrappedNames
@@ -44,7 +45,7 @@ def find_model_names(
         names: Names of its tensors.
         disk_architecture: Architecture under disk names, those of the files on the Hub; None if unknown.
         config: Contents of `config.json`; None without one.
-        prefix: Prefix of the model's names; None to detect it.
+        prefix: Prefix of the model's names, with or without wrappers; None to detect it.
 
     Raises:
         InputError: No name has the prefix, or the config lacks a number that a conversion of a trainer needs.
@@ -85,7 +86,10 @@ def apply_trainer_naming(
 
 
 def known_names(architecture: Architecture | None, config: dict[str, Any] | None) -> KnownNames | None:
-    """Return the names of the architecture under this config; None if they are unknown."""
+    """Return the names of the architecture under this config, and which of them a complete model may lack.
+
+    None if the names are unknown, or there is no config.
+    """
     if architecture is None or config is None or not architecture.name_patterns:
         return None
     optional: set[str] = set()

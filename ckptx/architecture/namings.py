@@ -1,8 +1,8 @@
 """Naming schemes of a model's tensors that load into it: Hub originals, saved files, names without a prefix.
 
 transformers has a list of renamings per model. A renaming that only drops a prefix cannot be reversed with certainty,
-so each subset of those is one naming scheme, and it counts only if the loader maps its names back to the original
-parameters.
+so each subset of these renamings, reversed, gives one naming scheme. A scheme counts only if the loader maps its names
+back to the original parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def loadable_name_pairs(
 
     Args:
         target: Model name of the alias.
-        source: Model name it is tied to.
+        source: Model name of the tensor that it is tied to.
         to_disk_names: Functions from a model name to a disk name, one per naming scheme.
         to_model_name: The loader's function from a disk name to a model name.
         prefix: Name of the base model in the class; empty for none.
@@ -40,7 +40,7 @@ def loadable_name_pairs(
 
 
 def subsets(optional: list[Any]) -> list[tuple[Any, ...]]:
-    """Return all subsets, small ones first; only the empty and the full one of more than three values."""
+    """Return all subsets, small ones first; for more than three values only the empty and the full one."""
     if len(optional) > 3:
         return [(), tuple(optional)]
     return [chosen for size in range(len(optional) + 1) for chosen in itertools.combinations(optional, size)]

@@ -1,4 +1,4 @@
-"""Evaluate a structure under a ``config.json``: plan, stacks, and conversions with numbers.
+"""Evaluate a structure under a ``config.json``: plan, stacks (lists of layers), and conversions with numbers.
 
 Precedence for a plan: corrections, then the model's own plan, then rules for the embedding and the output head;
 unmatched tensors are replicated.
@@ -49,7 +49,7 @@ def plan_of(
         config: Contents of `config.json`.
         names: Patterns of its tensors.
         version: Version of transformers that was introspected.
-        is_in_table: True for a class whose fused projections are known, see `compositions_of`.
+        is_in_table: See `Architecture.is_in_table`; fused projections are known only if it is True.
 
     Raises:
         InputError: A number that a rule reads is a string or a fraction in the config.
@@ -85,7 +85,7 @@ def stacks_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Stack, .
     """Return the lists of layers in the order they run.
 
     Raises:
-        InputError: `config.json` does not give the number of layers.
+        InputError: `config.json` does not give a number of layers, or it is not between 0 and `MAX_LAYERS`.
     """
     scope = _structure_scope(structure, config)
     return tuple(Stack(stack.path, _layer_count(stack, scope), stack.before, stack.after) for stack in structure.stacks)
@@ -102,6 +102,9 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
     """Return the conversions of every naming, that of `save_pretrained` first.
 
     A name of the model that is written unchanged, and has another naming that loads, is mapped to itself.
+
+    Raises:
+        InputError: The config lacks a number that an operation needs.
     """
     scope = _structure_scope(structure, config)
     saved_targets = {target for change in structure.conversions for target in change.targets}
@@ -119,6 +122,12 @@ def conversions_of(structure: Structure, config: Mapping[str, Any]) -> tuple[Con
 
 def is_unused(structure: Structure, model_type: str, name: str, config: Mapping[str, Any]) -> bool:
     """Return True if the model does not use a tensor, although its pattern is one of the class.
+
+    Args:
+        structure: Structure of the class.
+        model_type: Model type of the class.
+        name: Model name of the tensor.
+        config: Contents of `config.json`.
 
     Raises:
         InputError: The config lacks a number that decides it.
@@ -167,7 +176,7 @@ def _correction_rules(structure: Structure, model_type: str, scopes: Sequence[Sc
 
 
 def _correction_patterns(correction: PlanCorrection, structure: Structure) -> Iterator[str]:
-    """Yield the patterns of a correction, for every list of layers."""
+    """Yield the patterns of a correction for every list of layers, with its path in place of `@layers`."""
     for stack in structure.stacks:
         container = stack.path.rpartition(".")[0]
         text = correction.patterns.replace("@layers", stack.path)
@@ -175,7 +184,7 @@ def _correction_patterns(correction: PlanCorrection, structure: Structure) -> It
 
 
 def _evaluate_heads(heads: Heads, scopes: Sequence[Scope]) -> tuple[tuple[int, int], ...]:
-    """Return the candidates for which the config has numbers, in any of its layers."""
+    """Return the numbers (count, size) of the candidates under every scope, without those that a config lacks."""
     found = ((try_evaluate(count, scope), try_evaluate(size, scope)) for scope in scopes for count, size in heads)
     return tuple(dict.fromkeys((count, size) for count, size in found if count and size))
 
@@ -190,9 +199,10 @@ def _layer_scopes(structure: Structure, scope: Scope) -> list[Scope]:
 
 
 def layer_overrides(text: Any) -> list[dict[str, int]]:
-    """Return the integers with which single layers override the config of a text model, each set once.
+    """Return the distinct sets of integers with which single layers override the config of a text model.
 
-    transformers 5.23 and later write them: ``{"per_layer_config": {"5": {"head_dim": 512}}}``.
+    transformers 5.23 and later write them: ``{"per_layer_config": {"5": {"head_dim": 512}}}`` gives
+    ``[{"head_dim": 512}]``. Empty without overrides, and if `text`, the config of the text model, is no mapping.
     """
     layers = text.get("per_layer_config") if isinstance(text, Mapping) else None
     kinds: dict[tuple[tuple[str, int], ...], None] = {}
@@ -210,7 +220,7 @@ def _with_numbers(config: Mapping[str, Any], path: Sequence[str], numbers: Mappi
 
 
 def _parse_op(text: str, scope: Scope) -> Op:
-    """Parse an operation: kind, numbers, and expressions after a colon."""
+    """Parse an operation in the form of `split_op`, and evaluate its expressions."""
     (kind, *numbers), expressions = split_op(text)
     if kind.startswith("unsupported:"):
         return Op(kind)

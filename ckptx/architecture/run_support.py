@@ -21,7 +21,7 @@ from ckptx.wording import counted
 
 GATHER_STYLES = ("colwise_gather_output", "colwise_rep")  # outputs are gathered, so shards may split heads
 SPLIT_STYLES = ("rowwise_split_input", "rowwise_rep")  # inputs are split from whole ones, so shards may split heads
-# A number of heads applies only if this flag of the same config is true.
+# Config key with a number of heads -> flag of the same config; the number is used only if the flag is true.
 _FLAG_OF_HEAD_COUNT = {"num_global_key_value_heads": "attention_k_eq_v"}
 
 
@@ -66,7 +66,7 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def check_heads(config: Mapping[str, Any], tp: int, architecture: Architecture) -> None:
-    """Refuse a number of TP ranks that does not divide the attention heads, before anything is built.
+    """Refuse a number of TP ranks that does not divide the numbers of attention heads, before anything is built.
 
     Only heads that the forward pass uses as shards count: a projection whose output is gathered may be split anywhere.
 
@@ -103,10 +103,10 @@ def _head_counts(config: Mapping[str, Any], architecture: Architecture) -> list[
 
 
 def is_valid_for_forward(plan: TensorParallelPlan, pattern: str, rule: Rule) -> bool:
-    """Return True if the forward pass can run with a rule, not only files be sharded by it.
+    """Return True if the forward pass can run with a rule; other rules are for sharding files only.
 
-    These are rules of the user and of the model's own plan, overrides with the style of the own plan, and overrides for
-    embeddings and output heads.
+    It can run with rules of the user and of the model's own plan, with overrides that have the style of the own plan,
+    and with overrides for embeddings and output heads.
     """
     if rule.decided_by != "override":
         return True
@@ -125,7 +125,7 @@ def _requires_whole_heads(
 
 
 def _text_config(config: Mapping[str, Any], architecture: Architecture) -> Mapping[str, Any]:
-    """Return the config of the text layers; the whole config if it has no such part."""
+    """Return the config of the text model; the whole config if it has no such sub-config."""
     structure = architecture.structure
     text_config: Any = config
     for key in (*structure.root, *filter(None, structure.text_config_path.split("."))):

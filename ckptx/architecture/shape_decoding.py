@@ -6,8 +6,9 @@ The tensors in the base model of a class are written once for all classes around
     shape_bodies    LlamaModel -> {"shapes": {"layers.*.mlp.up_proj.weight": "intermediate_size, hidden_size"}, ...}
 
 A shape is written as its sizes separated by commas, with `?` for an unknown one; several shapes are separated by bars.
-Patterns with a shape are required unless they are in `optional`; `without_shape` are required as well. `switches` has
-the values of keys that add or remove patterns, `others` the patterns of the recorded config without a shape.
+Patterns with a shape are required unless they are in `optional`; `without_shape` lists required patterns whose shape is
+unknown. `switches` has the values of keys that add or remove patterns (`beside` are its `companions`), and `others` the
+patterns of the recorded config that are neither required nor have a shape. `ShapeRules` describes the other keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         class_name: Name of the class.
-        sections: Sections of the file of the class.
+        sections: Sections of the model file with the class, see `model_files`.
     """
     values = sections["shapes"].get(class_name)
     if values is None:
@@ -79,7 +80,7 @@ def _read_companions(switch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache
 def _parse_shapes(text: str) -> tuple[tuple[str, ...], ...]:
-    """Return the shapes of a tensor: sizes as expressions, "" for an unknown size."""
+    """Return the shapes of a tensor, with an expression for each size, "" for an unknown one; () for a scalar."""
     return tuple(
         tuple("" if size == "?" else size for size in shape.split(", ")) if shape else () for shape in text.split(" | ")
     )

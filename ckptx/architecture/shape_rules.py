@@ -1,7 +1,8 @@
 """Rules of a class about its tensors under a config: required tensors, and the shape of each.
 
-Sizes are expressions over ``config.json`` (`expressions`), recorded from meta models and not read from code. For a
-config with values that were not recorded, the rules return nothing.
+Sizes are expressions over ``config.json`` (`expressions`). `tools/build_shapes.py` records the rules from models that
+it builds on the meta device: from one under the recorded config, and from others under configs in which one key or a
+few differ. For a config with values that were not recorded, the rules return nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _MAX_COUNT = 1 << 20  # maximum number of layers or experts
 
 
 class Condition(NamedTuple):
-    """A condition on a config under which some rules are valid.
+    """A condition on a config under which the rules of some patterns are valid.
 
     Attributes:
-        key: Dotted key of the config.
-        kind: "is": the key, if present, has the value. "set": it is neither ``null`` nor 0. "among": it is a list of
+        key: Dotted key of the config. If it is absent, the condition is met.
+        kind: "is": the key has the value. "set": it is neither ``null`` nor 0. "among": it is ``null``, or a list of
             these strings only.
-        values: The value, or the strings.
+        values: For "is" the value alone, for "among" the strings; empty for "set".
     """
 
     key: str
@@ -48,16 +49,17 @@ class Condition(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """A key of the config that decides whether tensors exist.
+    """A key of the config that decides whether tensors of some patterns exist.
 
     Attributes:
         key: Dotted key of the config.
-        effect: "adds": the patterns exist only with another value than `value`, which is the recorded one. "adds where
-            given": the same, and nothing is known for a config without the key. "may add": they exist with other
-            values, and with `value` it depends on other keys. "removes": they do not exist with `value`.
+        effect: "adds": the patterns exist only if the key has another value than `value`, that of the recorded config,
+            which is also the default for an absent key. "adds where given": the same, but the default is unknown. "may
+            add": they exist with another value, and whether they do with `value` depends on other keys. "removes": they
+            exist in the recorded config, and not if the key has `value`.
         value: The value, with tuples for lists.
-        companions: Other dotted keys that were set together with `key` to get the patterns, with their values: the
-            patterns exist only if all of them are set.
+        companions: Other dotted keys that had to be set together with `key` for the patterns to exist, and their
+            values. The patterns exist only if all of them are set.
     """
 
     key: str
@@ -66,7 +68,10 @@ class Switch(NamedTuple):
     companions: tuple[tuple[str, Any], ...] = ()
 
     def excludes(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config surely has none of these tensors as far as this key decides it."""
+        """Return True if this key excludes the patterns: a model with this config surely has no tensor of them.
+
+        Other switches of the same patterns may still add them.
+        """
         values = [as_hashable(value) for value in _config_values(config, self.key, aliases, root)]
         if self.effect == "removes":
             return any(_is_same_value(value, self.value) for value in values)
@@ -76,7 +81,7 @@ class Switch(NamedTuple):
         return all(_is_same_value(value, self.value) for value in values)
 
     def is_opposite(self, config: Mapping[str, Any], aliases: Mapping[str, str] = {}, root: Sequence[str] = ()) -> bool:
-        """Return True if the config has the opposite boolean, and sets every key in `companions`."""
+        """Return True if `value` is a boolean, the config has the opposite one, and all `companions` are set."""
         values = _config_values(config, self.key, aliases, root)
         is_other = bool(values) and all(isinstance(value, bool) and value is not self.value for value in values)
         return is_other and all(self._companion_states(config, aliases, root))
@@ -84,9 +89,9 @@ class Switch(NamedTuple):
     def _companion_states(
         self, config: Mapping[str, Any], aliases: Mapping[str, str], root: Sequence[str]
     ) -> Iterator[bool]:
-        """Yield, for each key in `companions`, whether the config sets it as in the measurement.
+        """Yield, for each key in `companions`, True if the config has the recorded value.
 
-        A positive number counts as set, because its value affects sizes, not names.
+        For a number, any positive one counts, because its value affects sizes, not names.
         """
         for key, recorded in self.companions:
             values = [as_hashable(value) for value in _config_values(config, key, aliases, root)]
@@ -107,7 +112,10 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _config_values(config: Mapping[str, Any], key: str, aliases: Mapping[str, str], root: Sequence[str]) -> list[Any]:
-    """Return the values of a dotted key and its alias in the config; empty if both are absent."""
+    """Return the values of a dotted key and its alias in the config; empty if both are absent.
+
+    As in `Scope.value`, the keys of an absent sub-config are read at the level above it.
+    """
     *path, last = key.split(".")
     node: Mapping[str, Any] = config
     for part in (*root, *path):
@@ -120,13 +128,15 @@ class ExpectedShapes(NamedTuple):
     """Tensors of a model under one config.
 
     Attributes:
-        shapes: Pattern of model names -> possible shapes of its tensors.
-        counts: Path before a star -> number of indices.
-        required: Patterns of required tensors, one for each index of each star.
-        stated_paths: Paths before a first star whose count the config states; the others are recorded.
-        absent_patterns: Pattern of the class that a model with this config does not have -> keys that determine it,
-            separated by commas.
-        added_patterns: Pattern that a model has because of a key of this config -> that key.
+        shapes: Pattern of model names -> possible shapes of its tensors; patterns of unknown shape are absent.
+        counts: Path of a list of modules, which is the part of a pattern before a `*` -> number of modules in it.
+        required: Patterns of required tensors: one must exist for every combination of indices below `counts`.
+        stated_paths: Paths in `counts`, without `*`, whose number follows from keys of the config; the numbers of the
+            others are constants of the class, or of lists inside other lists.
+        absent_patterns: Pattern of the class that a model with this config does not have -> keys because of which it is
+            absent, separated by commas.
+        added_patterns: Pattern that a model with the recorded config lacks, and one with this config has because of a
+            boolean key -> that key.
     """
 
     shapes: Mapping[str, tuple[Sizes, ...]]
@@ -144,13 +154,13 @@ class ShapeRules:
     Attributes:
         shapes: Pattern of model names -> possible shapes of its tensors, with an expression for each size; empty if
             unknown.
-        counts: Path before a star -> number of indices, as an expression.
-        required: Patterns that exist under every config, for each index of each star.
-        conditions: Conditions, with the patterns that depend on them.
-        models: Config key of an exchangeable part -> model type with which the rules were recorded.
-        defaults: Defaults as in `Scope`; used for parts that the config has.
+        counts: Path before a `*` -> number of indices, as an expression.
+        required: Patterns that exist under every config that meets their conditions, for each index of each `*`.
+        conditions: Condition -> patterns whose rules are valid only if it is met.
+        models: Config key of an exchangeable sub-model -> model type with which the rules were recorded.
+        defaults: Defaults as in `Scope`; used only for keys of sub-configs that the config has.
         aliases: Aliases as in `Scope`.
-        switches: Values of keys that add or remove patterns.
+        switches: Switch -> patterns that it adds or removes.
         other_patterns: Patterns of the recorded config that are in neither `shapes` nor `required`.
     """
 
@@ -175,8 +185,8 @@ class ShapeRules:
             all_patterns: Patterns of all tensors that the class has under any config.
 
         Returns:
-            None if the config has a part that was not recorded, or none of the numbers that rules read, as a config
-            written by hand to name the class only.
+            The tensors. None if the config has a sub-model of another type than the recorded one, or has none of the
+            numbers that the rules read, as a config that was written by hand and only names the class.
 
         Raises:
             InputError: A value is a string or a fraction, or a number of modules is negative or above 2**20.
@@ -246,10 +256,10 @@ class ShapeRules:
     def _absent_patterns(
         self, config: Mapping[str, Any], root: tuple[str, ...], all_patterns: frozenset[str]
     ) -> dict[str, str]:
-        """Return the patterns that no tensor has under this config, with the keys that determine it.
+        """Return the patterns that no tensor has under this config, with the keys because of which they are absent.
 
-        Only recorded models count: if another key that affects names or shapes has a value that was not recorded,
-        nothing is left out.
+        If a key that affects names or shapes, other than the keys of the switches of a pattern, has a value that was
+        not recorded, that pattern is not returned.
         """
         unrecorded_keys = {each.key for each in self.conditions if not each.is_met(config, self.aliases, root)}
         by_pattern: dict[str, list[Switch]] = {}
@@ -270,13 +280,14 @@ class ShapeRules:
             for each in self.switches
             if each.effect in ("adds", "adds where given")
         )
-        if self.models and is_as_recorded:  # names of other parts than those of the config
+        if self.models and is_as_recorded:  # patterns of sub-models of other types than that of the config
             recorded = self.shapes.keys() | self.required | self.other_patterns
             model_type_keys = ", ".join(f"{key}.model_type" for key in self.models)
             absent |= dict.fromkeys(all_patterns - recorded - by_pattern.keys(), model_type_keys)
         return absent
 
     def _has_number(self, scope: Scope) -> bool:
+        """Return True if the config itself, without defaults, has one of the numbers that the rules read."""
         bare = scope._replace(defaults={})
         texts = {text for shapes in self.shapes.values() for shape in shapes for text in shape if text}
         keys = {key for text in texts | set(self.counts.values()) for key in keys_of(text)}
@@ -298,7 +309,11 @@ def _has_sub_config(config: Mapping[str, Any], path: str) -> bool:
 
 
 def star_prefixes(pattern: str) -> list[str]:
-    """Return the prefix of a pattern before each star."""
+    """Return the part of a pattern before each component `*`, without the dot.
+
+    Example:
+        layers.*.experts.*.weight -> layers, layers.*.experts
+    """
     parts = pattern.split(".")
     return [".".join(parts[:index]) for index, part in enumerate(parts) if part == "*"]
 

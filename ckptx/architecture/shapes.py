@@ -17,14 +17,14 @@ from ckptx.mapping.rules import ShapeLookup
 
 
 def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> ExpectedShapes | None:
-    """Return names and shapes of a model; None if the table has none for its class under this config.
+    """Return names and shapes of a model; None if the table does not have them for its class under this config.
 
     Args:
         architecture: Architecture of the class, under disk names.
         config: Contents of `config.json`.
 
     Raises:
-        InputError: A value in the config is not a number.
+        InputError: A value in the config is a string or a fraction, or a number of modules is out of range.
     """
     if architecture.known_from != "table":
         return None
@@ -35,7 +35,7 @@ def expected_shapes(architecture: Architecture, config: Mapping[str, Any]) -> Ex
 
 
 def states_layer_count(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Return True if the config itself states a number of layers; False if it is the default of the config class."""
+    """Return True if the config itself states a number of layers; False if there are only defaults of its class."""
     structure = architecture.structure
     scope = Scope(config, {}, structure.aliases, structure.root)
     return any(scope.value(key) is not None for stack in structure.stacks for key in keys_of(stack.length))
@@ -44,12 +44,16 @@ def states_layer_count(architecture: Architecture, config: Mapping[str, Any]) ->
 def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> ShapeLookup:
     """Return a function from the name of a model tensor to its shape; None for an unknown shape.
 
-    Shapes that the table lacks come from a model without storage, which requires importing torch: only for tensors that
-    may be stored transposed, which names alone do not show.
+    Shapes that the table lacks come from a model on the meta device, but only those that a conversion needs, because
+    that requires importing torch and transformers; all other shapes that the table lacks are unknown. If the class
+    cannot be built, the function raises what the class raises.
 
     Args:
         architecture: Architecture of the class, under disk names.
         config: Contents of `config.json`.
+
+    Raises:
+        InputError: See `Architecture.conversions`.
     """
     ambiguous_patterns = _ambiguous_patterns(architecture.conversions(config))
 
@@ -85,9 +89,9 @@ def shape_lookup(architecture: Architecture, config: Mapping[str, Any]) -> Shape
 
 
 def _ambiguous_patterns(conversions: Collection[Conversion]) -> frozenset[str]:
-    """Return the patterns of model tensors whose conversion depends on shapes.
+    """Return the patterns of model tensors that a conversion cannot produce without knowing their shapes.
 
-    They may be stored transposed, or are split into parts of unknown size.
+    They may be stored transposed, which names alone do not show, or result from a split into parts of unknown size.
     """
     return frozenset(
         pattern_of(target)

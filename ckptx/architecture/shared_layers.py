@@ -16,17 +16,19 @@ _MAX_LAYERS = 1 << 12  # maximum number of layers in a list
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """Rule by which the layers of one kind share modules: layer i of the kind uses those of layer i % period.
+    """Rule by which the layers of one kind share modules: the i-th of them (from 0) uses those of number i % period.
 
     Attributes:
         paths: Paths of the list of layers, in model names first, then in other namings that load.
         kinds_key: Config key that lists the kind of every layer.
-        kind: Kind of the layers that share.
-        count_key: Config key with the number of layers.
-        period_key: Config key with the number of these layers that have modules of their own; empty if it is one.
-        default_period: That number if the config omits the key.
-        names: Pattern below a layer -> config key that enables the tensor, empty if all models have it. A star stands
-            for the positions, among the layers of this kind, of those that share the tensor.
+        kind: Kind of the layers that share modules, such as "hybrid".
+        count_key: Config key with the number of all layers.
+        period_key: Config key with the period, the number of layers of this kind that have modules of their own; empty
+            if the period is 1.
+        default_period: Period if the config omits the key.
+        names: Name of a tensor below a layer -> config key that enables the tensor, empty if all models have it. In a
+            module that has a copy of the tensor for each layer that shares it, a `*` in the name stands for the
+            position of that layer among the layers of this kind.
         flag: Rule for when they are tied.
     """
 
@@ -57,7 +59,7 @@ class SharedLayers:
         )
 
     def ties(self, config: Mapping[str, Any]) -> tuple[TiePair, ...]:
-        """Return all pairs under a config that this `covers`."""
+        """Return all tied pairs under a config for which `covers` returns True."""
         layers = [index for index, kind in enumerate(config[self.kinds_key]) if kind == self.kind]
         period = self._period(config)
         pairs = []
@@ -72,7 +74,10 @@ class SharedLayers:
         return config.get(self.period_key, self.default_period) if self.period_key else 1
 
     def _shared_names(self, config: Mapping[str, Any], positions: range) -> list[str]:
-        """Return the names below a layer for the module that the layers at these positions share."""
+        """Return the names below a layer of the tensors that the layers at these positions share.
+
+        Positions are those among the layers of this kind, from 0.
+        """
         enabled_names = [name for name, switch in self.names.items() if not switch or config.get(switch, False)]
         return [
             each
@@ -82,7 +87,7 @@ class SharedLayers:
 
 
 def decode_shared(values: Mapping[str, Any]) -> SharedLayers:
-    """Return the shared layers of a class in a model file."""
+    """Return the rule from the entry `shared_layers` of a class in a model file."""
     flag = TieFlag(tuple(tuple(key.split(".")) for key in values["flag_keys"]), values["flag_truth"])
     return SharedLayers(
         paths=tuple(values["paths"]),

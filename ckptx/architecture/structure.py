@@ -20,7 +20,8 @@ class StackRule(NamedTuple):
     Attributes:
         path: Path of the list, in model names.
         length: Number of layers, as an expression.
-        before: Modules and parameters that run right before the first layer (of a second stack only).
+        before: Modules and parameters that run right before the first layer; only those of a decoder after an encoder
+            are listed.
         after: Modules and parameters that run after the last layer.
     """
 
@@ -36,7 +37,7 @@ class LoadConversion(NamedTuple):
     Attributes:
         sources: Patterns on disk.
         targets: Patterns in the model.
-        ops: Operations in the order of loading, see `split_op`.
+        ops: Operations in the order in which loading applies them, as text, see `split_op`.
     """
 
     sources: tuple[str, ...]
@@ -44,7 +45,7 @@ class LoadConversion(NamedTuple):
     ops: tuple[str, ...] = ()
 
 
-Heads = tuple[tuple[str, str], ...]  # candidates (count, size), both expressions
+Heads = tuple[tuple[str, str], ...]  # candidates (number of heads, size of a head in elements), both expressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,13 @@ class Structure:
         stacks: Lists of layers in the order they run.
         attention_heads: Pattern of the plan -> candidates (number of heads, size of a head), whose product is the
             sharded dim of an attention projection.
-        transposed: Modules whose weight is stored as [in, out].
+        transposed: Patterns of modules whose weight is stored as [in, out].
         conversions: Conversions between the output of `save_pretrained` and the model: all names that differ, and all
             tensors that are stored in another form.
         other_conversions: The same for the other namings that can be loaded, as far as they differ from `conversions`.
         defaults: Defaults of the config classes for keys of expressions that `config.json` omits.
         aliases: Dotted key -> another name of its last part that the config class accepts.
-        root: Keys to follow in `config.json` first, see `Scope`.
+        root: Keys to follow in `config.json` first, see `Scope`; () in the model files.
     """
 
     text_config_path: str = ""
@@ -138,7 +139,7 @@ def _merge_modules(stack: StackRule, own_modules: tuple[str, ...], other_modules
 
 
 def _without_composite_defaults(defaults: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the defaults without those of sub-configs that a composite builds, which hold for one config only."""
+    """Return the defaults without those that begin with `COMPOSITE_PREFIX`, which are valid for one config only."""
     return {key: value for key, value in defaults.items() if not key.startswith(COMPOSITE_PREFIX)}
 
 

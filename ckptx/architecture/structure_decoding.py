@@ -6,7 +6,8 @@ without the base model's prefix, and a class adds its own parts, above all the h
     structures                       LlamaForCausalLM -> {"plan": {"layers.*.mlp.up_proj": "colwise", ...}, ...}
     classes, LlamaForCausalLM        "structure": {"body": "LlamaForCausalLM", "head": "lm_head", ...}
 
-A rename is a pair of names, on disk and in the model.
+A rename is a pair of patterns, on disk and in the model. `ends` has the modules before and after each list of layers
+that the class adds to those of the base model.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], prefix: 
     """Return the structure of a class.
 
     Args:
-        own: Structure that the class adds.
-        shared: Structure of its base model.
+        own: JSON of the structure that the class adds.
+        shared: JSON of the structure of its base model; empty if there is none.
         prefix: Prefix of the base model with its dot; "" if the class is a base model itself.
     """
     base, additions = _read_structure(shared, prefix), _read_structure(own, "")

@@ -1,8 +1,8 @@
 """Tied names of classes that cannot be built, so that they cannot be read from transformers.
 
-Used only for a class that neither the table nor the installed transformers has, or that is remote code without
-permission to run it. Each entry has a target, its source, and the models it is known from; a name may have any prefix
-(``language_model.lm_head.weight``), if only one tensor ends like that.
+They are used only for a class that neither the table nor the installed transformers has, or that is remote code without
+permission to run it. Each entry has a target (alias), the source that it is tied to, and the models with this pair. In
+a checkpoint, both names may have the same prefix (``language_model.lm_head.weight``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ SUFFIX_TIES: tuple[tuple[str, str, str], ...] = (
     ("lm_head.weight", "model.decoder.embed_tokens.weight", "the OPT layout"),
 )
 
-# Root first, then text_config; untied if both are absent, as in transformers 5.
+# The flag at the root decides, or if it is absent that in text_config; untied if both are absent, as in transformers 5.
 SUFFIX_FLAG = TieFlag((("tie_word_embeddings",), ("text_config", "tie_word_embeddings")), "001000111")
 
 
 def suffix_architecture(class_name: str, model_type: str) -> Architecture:
     """Return a fallback for an unknown class: one candidate pair, and no other names.
 
-    Its ``match_fraction`` is 0.0, and ``resolve_ties`` raises no error for it: a missing name proves nothing.
+    Its ``match_fraction`` is 0.0, and ``resolve_ties`` raises no error about a missing name, which proves nothing if
+    the names of the class are unknown.
     """
     pair = TiePair(tuple((target, source) for target, source, _ in SUFFIX_TIES), SUFFIX_FLAG)
     return Architecture(

@@ -11,7 +11,12 @@ from typing import Any
 
 
 def existing_pairs(declared: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the pairs whose names both exist, without the `$` of a regex that a few classes leave at their end."""
+    """Return the pairs whose names both exist, without the `$` that a few classes have at the end of a name.
+
+    Args:
+        declared: Target -> source, as declared by the class.
+        names: Names of all tensors of the model, as keys.
+    """
     pairs = {target.removesuffix("$"): source.removesuffix("$") for target, source in declared.items()}
     return {target: source for target, source in pairs.items() if target in names and source in names}
 

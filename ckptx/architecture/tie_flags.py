@@ -19,7 +19,7 @@ from ckptx.architecture.configs import TIE_FLAG
 _FLAG_ALIASES = ("tie_embedding", "tie_codebooks_embeddings")
 _ABSENT = object()
 _VALUES = (_ABSENT, False, True)
-_MAX_KEYS = 3  # that affect the flag: the table has one entry per combination of values, 27 for three keys
+_MAX_KEYS = 3  # keys that affect the flag: the table has one entry per combination of values, 27 for three keys
 _MAX_DEPTH = 5  # levels of nested configs; a limit for custom classes whose configs contain themselves
 
 
@@ -38,8 +38,9 @@ def measure_flag(
     Args:
         build: Builds a config object from a dict; may raise for a combination that the class refuses.
         base_config: Dict to vary. Its own tie keys are overwritten.
-        config_path: Attribute names from the root config to the config that the tying sub-model reads.
-        nested_paths: Paths of the sub-configs of the root whose keys may matter, too.
+        config_path: Attribute names from the root config to the config from which the sub-model with the tied pair
+            reads its flag; () for the root.
+        nested_paths: Paths of the sub-configs whose keys may matter in addition to those of the root.
 
     Raises:
         UnmeasurableFlagError: More than `_MAX_KEYS` keys matter, or the class refuses a config without tie keys.
@@ -99,10 +100,10 @@ def config_tree(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def find_config_path(config: Any, tree: ConfigTree) -> tuple[str, ...]:
-    """Return the path of a sub-model's config in the tree.
+    """Return the attribute path of a sub-model's config in the tree.
 
-    If it is not there, return the path of the first config of its type, which `__init__` may have copied; else that of
-    the root, ().
+    A sub-model may have a copy of the config: if the object itself is not in the tree, return the path of the first
+    config of the same type, or else that of the root, ().
     """
     for path, candidate in tree:
         if candidate is config:
@@ -128,7 +129,10 @@ def _affects_flag(
     config_path: Sequence[str],
     flag_under: Callable[[Mapping[tuple[str, ...], Any]], bool | None],
 ) -> bool:
-    """Return True if a value of ``path`` changes the flag, by itself or together with a key that takes precedence."""
+    """Return True if the value of the key at ``path`` changes the flag, alone or under a value of another key.
+
+    The other keys are tie flags that may hide its effect because they take precedence.
+    """
     contexts: list[dict[tuple[str, ...], Any]] = [{}]
     masking_keys = () if path[-1] != TIE_FLAG else ((TIE_FLAG,), ("text_config", TIE_FLAG), (*config_path, TIE_FLAG))
     for other in masking_keys:
@@ -142,7 +146,7 @@ def _affects_flag(
 
 
 def _set_key(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set or remove one key, without creating a nested dict that would stay empty."""
+    """Set the key at ``path`` in place, or remove it for `_ABSENT`, without creating an empty nested dict."""
     node = config
     for key in path[:-1]:
         nested = node.get(key)

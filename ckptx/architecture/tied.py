@@ -16,17 +16,17 @@ from ckptx.architecture.disk_names import CheckpointNames, tie_names
 from ckptx.errors import InputError
 
 StoredNames = Literal[
-    "tied-to-only",  # the usual form of a tied checkpoint
+    "tied-to-only",  # the source was stored, the alias was not: the usual form of a tied checkpoint
     "name-only",  # the alias was stored, the source was not
-    "third-name",  # neither, but another name tied to the same source
-    "equal",
-    "different",
-    "mismatched",  # other shape or dtype
-    "undeclared",  # both present and not tied: two plain tensors
+    "third-name",  # neither, but another alias of the same source
+    "equal",  # both, with the same bytes
+    "different",  # both, with equal shape and dtype and different bytes
+    "mismatched",  # both, with different shape or dtype
+    "undeclared",  # both, and the config does not tie them: two separate tensors
     "base-model",  # not tied, and the files hold a base model without its head
     "other-form",  # the missing tensor is present in another form, as a quantized module
     "guessed",  # one of them, and the name of the other is only a guess, because the class is unknown
-    "missing",  # neither, which does not matter or cannot be judged
+    "missing",  # neither
 ]
 
 # With a smaller fraction of known names, the checkpoint is not one of the class, and an absent name proves nothing.
@@ -75,7 +75,7 @@ class UntyingEdits:
     """Changes to ``config.json`` so that it no longer declares different tensors as tied.
 
     Attributes:
-        values: New values by key path.
+        values: New value, always false, by path of keys in ``config.json``; empty if nothing changes.
         note: Sentence about the edits, or why there are none; empty if there is nothing to report.
     """
 
@@ -102,10 +102,11 @@ def resolve_ties(
             equal shape and dtype.
         tie_missing: Treat a pair as tied if one name is missing, whatever the config declares.
         accepted_problems: List that receives a sentence for each missing name that no stored tensor can replace; None
-            to refuse.
+            to raise an error instead.
 
     Raises:
-        InputError: There is such a name, and ``accepted_problems`` is None.
+        InputError: There is such a name, and ``accepted_problems`` is None; or a tie flag in the config is not a
+            boolean.
     """
     names = CheckpointNames(architecture, stored_tensors)
     pair_names = tie_names(architecture.ties, names)
@@ -204,6 +205,15 @@ class _TieResolver:
     problems: list[str] = field(default_factory=list)
 
     def decide(self, pair: TiePair, target: str, source: str, stored_name: str | None) -> TieDecision:
+        """Return the decision about one pair; a missing tensor is added to `problems`.
+
+        Args:
+            pair: The pair.
+            target: Name of the alias in the naming of the checkpoint.
+            source: Name of the source in the naming of the checkpoint.
+            stored_name: Name on disk of the tensor that all names of the source share, see `_stored_names`; None if
+                there is none.
+        """
         is_declared = pair.flag.is_set(self.config)
         reason = pair.flag.explain(self.config)
         has_target, has_source = target in self.stored_tensors, source in self.stored_tensors
@@ -241,7 +251,7 @@ class _TieResolver:
     def _decide_tied(
         self, target: str, source: str, stored_name: str, make_decision: Callable[..., TieDecision]
     ) -> TieDecision:
-        """Decide a tied pair: one tensor unless both are present and differ; ``stored_name`` is on disk."""
+        """Decide a pair that is tied: it is one tensor unless both names are present and differ."""
         if target not in self.stored_tensors:
             stored: StoredNames = "tied-to-only" if stored_name == source else "third-name"
             return make_decision(stored, "alias", f"{target} absent, {stored_name} present")

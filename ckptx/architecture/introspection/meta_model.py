@@ -1,7 +1,7 @@
 """Build any model class on the meta device from its config (a meta model), and read its architecture.
 
-It needs no weights and no network. It imports torch and transformers, which takes about two seconds, so it is imported
-only where it is used. ``tools/build_tables.py`` runs it over every class of transformers to write the
+Building needs no weights and no network. This module imports torch and transformers, which takes about two seconds, so
+it is imported only where it is used. ``tools/build_tables.py`` uses it on every class of transformers to write the
 table of classes that ckptx ships.
 """
 
@@ -90,8 +90,8 @@ def introspect(
     """Build the class that ``config["architectures"]`` names and derive its architecture.
 
     Args:
-        config: The contents of ``config.json``.
-        config_dir: Directory of the config, from which remote code is loaded.
+        config: The contents of ``config.json``; ``architectures`` names at least one class, and the first is used.
+        config_dir: Directory of the config, from which remote code is loaded; None to run none.
         trust_remote_code: Allow Python files next to the config to be executed.
 
     Returns:
@@ -136,7 +136,7 @@ def derive_architecture(
         cls: Model class.
         build_config: Function that builds a config of the class from a dict.
         base_config: The config as a dict; empty for the defaults of the class.
-        known_from: Value of `Architecture.known_from`.
+        known_from: Value for `Architecture.known_from` of the result.
 
     Raises:
         UnmeasurableFlagError: See `measure_flag`.
@@ -177,7 +177,7 @@ def merge_names(names: MetaModelNames, model: PreTrainedModel) -> MetaModelNames
 def build_with_tie_flags_set(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """Return an instance on the meta device that declares all ties; its parameters themselves are not tied.
 
-    Every tie flag is set in `config` itself, those of sub-configs included.
+    This modifies `config`: its tie flag and those of its sub-configs become true.
     """
     _enable_all_ties(config)
     return build_on_meta(cls, config)
@@ -272,7 +272,7 @@ def _undeclared_pairs(
 
 
 def _flag_config_paths(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tied target, the attribute path of the config from which its sub-model reads the flag."""
+    """Return, for each target of a declared pair, the attribute path of the config from which its tie flag is read."""
     tree = list(config_tree(model.config))
     config_paths: dict[str, tuple[str, ...]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -321,7 +321,10 @@ def _opaque_patterns(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _ignored_patterns(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names that transformers drops without a warning, as in ``_adjust_missing_and_unexpected_keys``."""
+    """Return regular expressions for the patterns that transformers drops without a warning.
+
+    This is the rule of ``_adjust_missing_and_unexpected_keys`` in transformers.
+    """
     declared = {each for each in model._keys_to_ignore_on_load_unexpected or () if isinstance(each, str)}
     for name, _ in model.named_buffers():
         if name.endswith("rotary_emb.inv_freq"):
@@ -342,7 +345,7 @@ def _ignored_patterns(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _enable_all_ties(config: Any) -> None:
-    """Enable every tie, so that all candidates show regardless of the config."""
+    """Set the tie flag of a config and of its sub-configs, so that the model declares every pair that it can tie."""
     for _, each in config_tree(config):
         with contextlib.suppress(AttributeError):
             setattr(each, TIE_FLAG, True)

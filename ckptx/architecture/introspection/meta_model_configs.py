@@ -16,7 +16,10 @@ from ckptx.architecture.expressions import COMPOSITE_PREFIX, Scope, keys_of, try
 
 
 def nearest_config(model: PreTrainedModel, path: str) -> Any:
-    """Return the config of the nearest module around `path` that has one; None if none has."""
+    """Return the config of the innermost module that contains the module or tensor at `path` and has a config.
+
+    The config of the module at `path` itself does not count. None if no module around it has one.
+    """
     while path:
         path = path.rpartition(".")[0]
         config = getattr(model.get_submodule(path), "config", None)
@@ -30,8 +33,9 @@ def class_defaults(keys: set[str], root: Any, expressions: set[str]) -> tuple[di
 
     Args:
         keys: Dotted keys.
-        root: Config of the model.
-        expressions: Expressions over `keys` that must have a value under the defaults.
+        root: Config of the model, as an object of its config class.
+        expressions: Expressions over `keys`. If the defaults that the classes declare leave one without a value, the
+            values of its keys in `root` are added to the defaults.
 
     Returns:
         Values of `Scope.defaults` and `Scope.aliases`.
@@ -86,9 +90,9 @@ def class_default(config: Any, name: str) -> int | None:
 
 
 def read_key(config: Any, name: str) -> Any:
-    """Return the value of a key for the whole model, even if single layers have values of their own.
+    """Return the value of a key of a config object for the whole model, even if single layers have other values.
 
-    None without a config or value.
+    None if the config is None, or has no such value.
     """
     if config is None:
         return None

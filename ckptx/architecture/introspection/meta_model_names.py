@@ -32,7 +32,7 @@ class LoadTarget(NamedTuple):
     """Result of the loader for a disk name.
 
     Attributes:
-        name: Name of the model tensor, the first of several.
+        name: Name of the model tensor that the disk tensor is loaded into, the first if there are several.
         converter: Converter that transformers applies to the tensor; None for a renaming.
         source: Source pattern of the converter that the disk name matches; empty for a renaming.
     """
@@ -43,7 +43,10 @@ class LoadTarget(NamedTuple):
 
 
 def functions_to_disk_names(model: PreTrainedModel) -> list[Rename]:
-    """Return functions from a model name to a disk name: first that of ``save_pretrained``, last the identity."""
+    """Return functions from a model name to a disk name, one for each naming scheme.
+
+    The first gives the names that ``save_pretrained`` writes; the last returns the model name unchanged.
+    """
 
     def to_disk_name(prefix_changes: tuple[int, ...], name: str) -> str:
         reverted = _revert_conversions(model, {name: torch.empty(0, device="meta")}, prefix_changes)
@@ -99,7 +102,10 @@ def _conversions_of_naming(
 
 
 def _rename_conversion(source: str, target: str) -> LoadConversion:
-    """Return a rename; layers with shifted numbers are an unsupported operation."""
+    """Return the conversion that renames `source` to `target`.
+
+    If the names differ in the number of a layer, it has an unsupported operation (`RENUMBERING`).
+    """
     old, new = _align_patterns(source, target)
     return (
         LoadConversion((old,), (new,))
@@ -109,9 +115,10 @@ def _rename_conversion(source: str, target: str) -> LoadConversion:
 
 
 def _align_patterns(source: str, target: str) -> tuple[str, str]:
-    """Return both names as patterns; an index that only one of them has stays a number.
+    """Return both names as patterns, with `*` only for the indices that they have in common, in this order.
 
-    Two empty strings if the name with fewer indices has one that the other lacks.
+    An index that only one of them has stays a number. Two empty strings if the name with fewer indices has one that the
+    other lacks.
 
     Example:
         layers.7.mlp.0.weight, layers.7.fc1.weight -> layers.*.mlp.0.weight, layers.*.fc1.weight
@@ -172,13 +179,18 @@ _OP_TEXTS: Mapping[str, Callable[[Any, list[str]], str]] = {
 
 
 def _op_text(op: Any, tensors: list[str]) -> str:
-    """Return an operation on tensors of these patterns as text, see `split_op`; empty if it does not affect them."""
+    """Return an operation of transformers as text, see `split_op`; empty if it does not affect `tensors`.
+
+    Args:
+        op: Operation of transformers.
+        tensors: Patterns of the tensors that it gets.
+    """
     kind = type(op).__name__
     return _OP_TEXTS[kind](op, tensors) if kind in _OP_TEXTS else f"unsupported:{kind}"
 
 
 def _permutation_text(op: Any, tensors: list[str]) -> str:
-    """Return a RoPE permutation as text, see `split_op`; empty if it does not affect tensors of these patterns."""
+    """Return a RoPE permutation as text; see `_op_text`."""
     parts: list[str] = []
     if op.permute_layer_names is not None:
         parts = [str(i) for i, name in enumerate(tensors) if any(each in name for each in op.permute_layer_names)]
@@ -196,13 +208,16 @@ def _index_components(name: str) -> list[str]:
 
 
 def _prefix_change_subsets(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """Return subsets of the positions of prefix changes in the conversion list."""
+    """Return subsets (`subsets`) of the indices of prefix changes in the list of conversions, one for each scheme."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return subsets([index for index, entry in enumerate(conversions) if isinstance(entry, PrefixChange)])
 
 
 def _revert_conversions(model: Any, tensors: dict[str, Any], prefix_changes: tuple[int, ...]) -> dict[str, Any]:
-    """Return tensors by disk name, with the prefix changes at these positions and all other conversions reverted."""
+    """Return tensors by disk name: revert the conversions that are no prefix change or whose index is given.
+
+    If transformers cannot revert them, the tensors keep their model names.
+    """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     selected = [
         each for index, each in enumerate(conversions) if index in prefix_changes or not isinstance(each, PrefixChange)

@@ -115,6 +115,11 @@ def read_structure(
 
 
 def _read_stacks(model: PreTrainedModel, configs: ConfigTree) -> tuple[StackRule, ...]:
+    """Return the lists of layers in the order they run: one, or those of encoder and decoder.
+
+    Empty if the corrections exclude the class (`no_stacks`), if it has neither token embedding nor output head, or if a
+    list, or the config key with its length, is not found.
+    """
     if corrections_of(str(model.config.model_type)).no_stacks or not _has_token_embedding_or_head(model):
         return ()
     encoder, decoder = _call_or_none(model, "get_encoder"), _call_or_none(model, "get_decoder")
@@ -183,7 +188,10 @@ def _main_layer_list(model: PreTrainedModel, paths: Sequence[str]) -> str | None
 
 
 def _count_expression(model: PreTrainedModel, path: str, role: str, configs: ConfigTree) -> str | None:
-    """Return the config key whose value is the length of the list, as an expression."""
+    """Return an expression for the length of the list at `path`: the config key that has this value, with fallbacks.
+
+    None if no config is found for the list, or none of the usual keys has this value.
+    """
     config = nearest_config(model, path)
     if config is None:
         return None
@@ -206,10 +214,18 @@ def _count_expression(model: PreTrainedModel, path: str, role: str, configs: Con
 
 
 def _stack_rule(model: PreTrainedModel, path: str, count: str, other_path: str, role: str) -> StackRule:
-    """Return the stack at `path`.
+    """Return the rule for the list of layers at `path`.
 
-    In a container of both stacks, no module belongs to the encoder, and only those that run after the layers, such as
-    the output head, belong to the decoder.
+    Modules next to the list, and next to the modules around it, run before or after the layers. Of the modules next to
+    both encoder and decoder, none belongs to the encoder, and only those that run after the layers, such as the output
+    head, belong to the decoder.
+
+    Args:
+        model: Model on the meta device.
+        path: Path of the list.
+        count: Expression for the number of layers.
+        other_path: Path of the other list of an encoder-decoder; empty if there is one list.
+        role: "encoder", or "decoder" also for a single list.
     """
     parts = path.split(".")
     head = _module_path(model, _call_or_none(model, "get_output_embeddings")) or ""
@@ -236,7 +252,7 @@ def _stack_rule(model: PreTrainedModel, path: str, count: str, other_path: str, 
 
 
 def _children(model: PreTrainedModel, path: str) -> list[str]:
-    """Return the direct children with persistent tensors, and tensors of the module itself."""
+    """Return the names of the direct children with persistent tensors, then of tensors of the module itself."""
     lead = f"{path}." if path else ""
     own = [name.removeprefix(lead) for name in model.state_dict(keep_vars=True) if name.startswith(lead)]
     with_tensors = {name.split(".")[0] for name in own}
@@ -289,7 +305,7 @@ def _matching_candidates(sizes: set[int], config_path: str, config: Any) -> Head
 
 
 def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, configs: ConfigTree) -> LoadConversion:
-    """Add the sizes that the last operation of a conversion needs, as far as they can be read from the model.
+    """Return the conversion with the sizes that its last operation needs, or unchanged if they are not found.
 
     A split needs the sizes of the parts, as heads of attention. A transpose that is skipped if the tensor already has
     the shape of the model needs its size along the second dim.
@@ -316,7 +332,15 @@ def _with_sizes(model: PreTrainedModel, conversion: LoadConversion, configs: Con
 def _size_expression(
     model: PreTrainedModel, target: str, dim: int, keys: Sequence[str], configs: ConfigTree
 ) -> str | None:
-    """Return the size of a tensor along `dim` as one of `keys`, or as a number of heads times their size."""
+    """Return an expression for the size of a tensor along `dim`, None if none is found.
+
+    Args:
+        model: Model on the meta device.
+        target: Pattern of the tensor in the model.
+        dim: The dim.
+        keys: Config keys that may have the size. If none does, it may be a number of heads times their size.
+        configs: Config of the model and its nested configs.
+    """
     path = next(name for name in model.state_dict(keep_vars=True) if pattern_of(name) == target)
     config = nearest_config(model, path)
     if config is None:
@@ -333,8 +357,9 @@ def _size_expression(
 
 
 def _text_config(model: PreTrainedModel, configs: ConfigTree) -> tuple[tuple[str, ...], Any]:
-    """Return the path and config of the language model: the nearest config around the decoder."""
+    """Return the attribute path and the config of the language model: that of the decoder or a module around it."""
     path = _module_path(model, _call_or_none(model, "get_decoder"))
+    # `nearest_config` looks at modules around a path, and so at the decoder itself if any child is appended.
     config = nearest_config(model, join_path(path, "x")) if path is not None else model.config
     return (find_config_path(config, configs), config) if config is not None else ((), model.config)
 

@@ -1,4 +1,8 @@
-"""Detect the naming of a trainer in a checkpoint, and convert the architecture to it."""
+"""Detect the naming of a trainer in a checkpoint, and convert the architecture to it.
+
+Only torchtitan's naming is detected here. `ckptx.model_view.megatron_names` gives Megatron checkpoints disk names
+before their names are examined here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from ckptx.architecture.trainer_naming.scheme import TrainerScheme
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion
 
-SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (torchtitan.SCHEME,)}
+SCHEMES: Mapping[str, TrainerScheme] = {scheme.trainer: scheme for scheme in (torchtitan.SCHEME,)}  # by trainer
 
 
 def detect_scheme(architecture: Architecture, names: Collection[str]) -> TrainerScheme | None:
@@ -55,7 +59,10 @@ def find_buffers(architecture: Architecture, conversions: tuple[Conversion, ...]
 
 
 def with_trainer_names(architecture: Architecture, conversions: tuple[Conversion, ...]) -> Architecture:
-    """Return the architecture under the names that `conversions` start from, with its tensors and ties."""
+    """Return the architecture with the trainer's names, which are the sources of `conversions`.
+
+    A tied pair is left out unless both of its tensors are only renamed.
+    """
     namings: dict[str, list[str]] = {}
     for conversion in conversions:
         if not conversion.ops:

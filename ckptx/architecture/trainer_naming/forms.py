@@ -1,4 +1,7 @@
-"""Find the form of a trainer's names for a class, which is a key of that trainer's tables, in the corrections."""
+"""Find in the corrections which form of a trainer's names a class has.
+
+A form is a set of names that several classes share, such as "head_norms": a key of the tables of that trainer.
+"""
 
 from __future__ import annotations
 

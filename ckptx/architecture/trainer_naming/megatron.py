@@ -1,14 +1,15 @@
 """Megatron's names, as megatron-core 0.16 and Megatron-LM write them in the `torch_dist` format.
 
     decoder.layers.self_attention.linear_qkv.weight      [L, (heads + 2 kv heads) * head_dim, H]
-        rows of each of the kv-head groups: its q heads, its k head, its v head
+        rows of one kv head after another: of the q heads in its group, of its k head, of its v head
     decoder.layers.mlp.linear_fc1.weight                 [L, 2 F, H]     rows of gate, then of up
     decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2 F, H]
     embedding.word_embeddings.weight                     [V padded, H]
 
-A stack of layers is one tensor, with the layer as its first dim (L); other models have one tensor for each layer, with
-its index in the name. The tables have the names with an index. RoPE rotates halves of a head, as in Hugging Face
-models, so rows move in whole heads. The section `megatron` of the corrections of a model type names the form of a
+L layers, hidden size H, MLP width F, E experts, vocabulary size V. In some checkpoints a tensor has all layers, with
+the layer as its first dim (as above); in others there is one tensor for each layer, with the index of the layer in its
+name (`decoder.layers.0.mlp...`). The tables have the names with an index. RoPE rotates halves of a head, as in Hugging
+Face models, so rows move in whole heads. The section `megatron` of the corrections of a model type names the form of a
 class.
 """
 
@@ -48,7 +49,7 @@ _OPERATION_BY_NAME = {name: operation for rows in FORMS.values() for name, opera
 # it under the name of the norm before a dense MLP.
 ROUTER, EXPERT_NORM, MLP_NORM = "mlp.router.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
-# Names of the tensors whose rows after the vocabulary are padding.
+# Names of the tensors whose rows from `vocab_size` on are padding: embedding and output head.
 VOCABULARY = frozenset(name for name, operation, _ in COMMON if operation == VOCABULARY_ROWS)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -66,19 +67,25 @@ def find_prefixes(names: Collection[str]) -> list[str]:
 
 
 def layer_suffix(name: str) -> str | None:
-    """Return the part of a name below its layer if the tensor has all layers; None for one layer or none."""
+    """Return the part of a name below the layers if the tensor has all layers.
+
+    None for a tensor of one layer, and for one outside of the layers.
+    """
     match = _LAYER_NAME.match(name)
     return name[match.end() :] if match is not None and match.group() == f"{LAYERS}." else None
 
 
 def split_layer_name(name: str) -> tuple[int, str] | None:
-    """Return the layer of the tensor of one layer, and the part of its name below the layer; None for other names."""
+    """Return the index of the layer, and the part of the name below it, for a tensor of one layer; else None."""
     match = _LAYER_NAME.match(name)
     return None if match is None or match[1] is None else (int(match[1]), name[match.end() :])
 
 
 def split_module_name(name: str) -> tuple[str, str] | None:
-    """Return the module of one decoder layer, also of one inside an MTP layer, and the part of the name below it."""
+    """Return the path of the decoder layer that a tensor is in, also inside an MTP layer, and the name below it.
+
+    None for a tensor of all layers, and for one that is in no decoder layer.
+    """
     match = _MTP_LAYER_NAME.match(name)
     if match is None:
         match = _LAYER_NAME.match(name)
@@ -155,9 +162,10 @@ def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | N
             f"{class_name}: the tensors have Megatron's names, which are mapped for {known} only; "
             "pass --base none to keep the names"
         )
-    rows = _conversions_of(FORMS[form], config, padded_rows)
-    # The names of MTP layers come first: on the Hub, these are often layers after the last one.
-    return (*(_mtp_conversions(form, config) if form in MTP_FORMS else ()), *rows)
+    model_conversions = _conversions_of(FORMS[form], config, padded_rows)
+    # On the Hub, MTP layers are often layers after the last one, whose names the conversions of the model match, too.
+    # So those of MTP layers come first: in reverse, the first conversion that matches is used.
+    return (*(_mtp_conversions(form, config) if form in MTP_FORMS else ()), *model_conversions)
 
 
 def _conversions_of(
@@ -193,7 +201,13 @@ def _mtp_conversions(form: str, config: Mapping[str, Any]) -> Iterator[Conversio
 
 
 def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> tuple[Op, ...]:
-    """Return the ops of an operation of the tables."""
+    """Return the ops of an operation of the tables.
+
+    Args:
+        operation: Operation of a row of the tables, such as `GATE_UP`.
+        config: Contents of `config.json`.
+        padded_rows: See `conversions`.
+    """
     if operation == VOCABULARY_ROWS:
         size = read_size(config, "vocab_size")
         return (Op("truncate", args=(size,) if padded_rows is None else (size, padded_rows)),)
@@ -209,7 +223,7 @@ def _ops(operation: str, config: Mapping[str, Any], padded_rows: int | None) -> 
 
 
 def head_counts(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the number of attention heads, the number of key-value heads, and the size of a head.
+    """Return the number of attention heads, the number of key-value heads, and the size of a head in elements.
 
     Args:
         config: Contents of `config.json`.

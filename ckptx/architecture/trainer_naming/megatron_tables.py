@@ -1,4 +1,4 @@
-"""Tables of Megatron's names, by form: rows of a Megatron name, an operation, and the name on the Hub.
+"""Tables of Megatron's names, by form. A row has a Megatron name, an operation, and the name or names on the Hub.
 
 They follow the mappings of Megatron Bridge (`mapping_registry` in `src/megatron/bridge/models/*/*_bridge.py`) with the
 names that megatron-core stores: experts of a layer are one tensor, and norms are where the spec of the layer has them.
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Operations of the tables. The rows of a tensor of q, k and v are those of each group of heads, see `megatron`.
+# Operations of the tables, from Megatron to the Hub; `megatron` describes the order of rows.
+# SAME: only the name differs. VOCABULARY_ROWS: drop the padding rows. QKV, GATE_UP: split the fused projection.
+# EXPERTS: split the tensor of all experts into one for each. GATE_UP_OF_EXPERTS: GATE_UP and EXPERTS together.
 SAME, VOCABULARY_ROWS, QKV, GATE_UP = "same", "vocabulary", "q, k and v", "gate and up"
 EXPERTS, GATE_UP_OF_EXPERTS = "experts", "gate and up of experts"
 
-# (Megatron name, operation, name on the Hub). Some tensors have two names: the layer norm before a linear layer is part
-# of that layer with TransformerEngine, and a module of its own without. The first name is written.
+# (Megatron name, operation, name on the Hub). Some tensors have two Megatron names: the layer norm before a linear
+# layer is part of that layer with TransformerEngine, and a module of its own without. ckptx writes the first of them.
 _EMBEDDING = (
     ("embedding.word_embeddings.weight", VOCABULARY_ROWS, "model.embed_tokens.weight"),
     ("decoder.final_layernorm.weight", SAME, "model.norm.weight"),
@@ -40,7 +42,8 @@ COMMON = (
     ("decoder.layers.*.input_layernorm.weight", SAME, "model.layers.*.input_layernorm.weight"),
     *_QKV_WEIGHT,
 )
-# Multi-head latent attention: q and kv each have a projection down, a norm, and a projection up; q may have one alone.
+# Multi-head latent attention: q and kv each have a projection down, a norm, and a projection up. In some models, q has
+# a single projection (`q_proj`) instead.
 _LATENT_PROJECTIONS = (
     ("decoder.layers.*.input_layernorm.weight", SAME, "model.layers.*.input_layernorm.weight"),
     ("decoder.layers.*.self_attention.linear_q_proj.weight", SAME, "model.layers.*.self_attn.q_proj.weight"),
@@ -88,7 +91,7 @@ _HEAD_NORMS = (
     ("decoder.layers.*.self_attention.q_layernorm.weight", SAME, "model.layers.*.self_attn.q_norm.weight"),
     ("decoder.layers.*.self_attention.k_layernorm.weight", SAME, "model.layers.*.self_attn.k_norm.weight"),
 )
-# Layers whose norms follow attention and MLP, in place of preceding them: they are parts of the last linear layer.
+# Norms that follow attention and MLP, in place of preceding them: each is part of the linear layer before it.
 _POST_NORMS = (
     (
         "decoder.layers.*.self_attention.linear_proj.post_layernorm.weight",
@@ -127,7 +130,7 @@ _SHARED_EXPERTS = (
         "model.layers.*.mlp.shared_experts.down_proj.weight",
     ),
 )
-# The same under other names, with those of the router and of the bias of each expert for load balancing.
+# Shared experts and router under other names on the Hub, and the bias of each expert for load balancing.
 _SHARED_MLP = (
     ("decoder.layers.*.mlp.router.weight", SAME, "model.layers.*.mlp.router.gate.weight"),
     ("decoder.layers.*.mlp.router.expert_bias", SAME, "model.layers.*.mlp.expert_bias"),
@@ -190,14 +193,17 @@ MTP_LAYER, OLD_MTP_LAYER = "mtp_model_layer", "transformer_layer"
 
 
 class MtpForm(NamedTuple):
-    """Names of layers for multi-token prediction (MTP) on the Hub, where `K` is the index among them.
+    """Names on the Hub of layers for multi-token prediction (MTP).
+
+    In these names, `K` stands for the index of the layer among the MTP layers, from 0, and `L` for `num_hidden_layers`
+    + `K`.
 
     Attributes:
-        modules: Modules of `mtp.layers.K`, without `.weight`, and their names on the Hub.
-        layer: Name of the decoder layer on the Hub; `L` is `num_hidden_layers` + `K`.
-        decoder: Table of the decoder layer; None for that of the form.
-        max_count: Largest number of such layers that the names are known for; None for any.
-        has_copies: True if each layer has copies of the embedding and the output head on the Hub.
+        modules: Module of `mtp.layers.K` in Megatron -> name of the module on the Hub; both without `.weight`.
+        layer: Name of the decoder layer on the Hub.
+        decoder: Table with the names in the decoder layer; None for the table of the form.
+        max_count: Largest number of MTP layers whose names are known; None for no limit.
+        has_copies: True if each layer on the Hub has copies of the embedding and the output head.
     """
 
     modules: Mapping[str, str]
@@ -223,7 +229,7 @@ MTP_FORMS = {
     "shared_mlp": MtpForm(
         {name: f"model.layers.L.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")}
     ),
-    # Layers share all modules except the decoder layer, so that further ones have no names for theirs.
+    # On the Hub, all MTP layers share `modules`, whose names have no index; so only one layer can be mapped.
     "shared_experts_and_mtp_module": MtpForm(
         {
             "enorm": "mtp.pre_fc_norm_embedding",

@@ -9,12 +9,14 @@ from ckptx.errors import InputError
 
 _MAX_MTP_LAYERS = 64
 
-# Modules of an MTP layer that are copies of the model's own, by the name of the original.
+# Name of a tensor of the model -> name, below an MTP layer on the Hub, of its copy.
 _SHARED_MODULES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 
 
 def mtp_layers(config: Mapping[str, Any]) -> range:
-    """Return the indices of the MTP layers on the Hub: `num_nextn_predict_layers` from `num_hidden_layers` on.
+    """Return the layer indices of the MTP layers on the Hub, which follow the last layer of the model.
+
+    They begin at `num_hidden_layers`, and there are `num_nextn_predict_layers` of them, none if the config lacks it.
 
     Args:
         config: Contents of `config.json`.

@@ -15,16 +15,17 @@ class TrainerScheme:
     """The names that one trainer gives to tensors.
 
     Attributes:
-        trainer: Its name; a choice of `--names`.
-        markers: Names that its checkpoints have and files on the Hub never have; one of them is sufficient.
+        trainer: Name of the trainer; a choice of `--names`.
+        markers: Tensor names that its checkpoints have and files on the Hub never have; one of them is sufficient to
+            detect the scheme.
         has_model: Takes the name of a transformers class; returns True if the trainer implements its model.
         conversions: Takes the name of a class and the contents of `config.json`; returns the conversions from the
             trainer's names to disk names, or raises UnsupportedError or InputError. In reverse, a tensor gets the
             name of the first conversion that fits.
         buffers: Patterns of buffers of the trainer's models. A class without a conversion of such a pattern has no
             such tensor on the Hub.
-        buffers_to_add: Takes the tensors of a model under the names of the trainer; returns the buffers that its model
-            requires besides them, without chunks, which are zero in a new model.
+        buffers_to_add: Takes the tensors of a model under the names of the trainer; returns entries without chunks for
+            the buffers that the trainer's model requires besides them. Their values in a new model are zero.
     """
 
     trainer: str

@@ -94,7 +94,7 @@ def form_of(class_name: str) -> str | None:
 
 
 def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion, ...]:
-    """Return the conversions from torchtitan's names to disk names; in reverse, they write current names.
+    """Return the conversions from torchtitan's names to disk names; in reverse, they give the names of torchtitan 0.3.
 
     Args:
         class_name: Name as in `architectures` of `config.json`.
@@ -132,7 +132,8 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
         for each in current
         if each.sources[0] in _LEGACY_NAMES
     ]
-    # The names of MTP layers come first: on the Hub, these are layers after the last one.
+    # On the Hub, MTP layers are layers after the last one, whose names the conversions of layers match, too. So those
+    # of MTP layers come first: in reverse, the first conversion that matches is used.
     return (*(_mtp_conversions(current, config) if form == _LATENT_ATTENTION else ()), *current, *legacy)
 
 
@@ -152,7 +153,7 @@ def _mtp_conversions(of_layers: list[Conversion], config: Mapping[str, Any]) -> 
 
 
 def buffers_to_add(tensors: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
-    """Yield `expert_bias_E`, F32 of shape [experts], of each MoE layer without one.
+    """Yield an entry without chunks for `expert_bias_E`, F32 of shape [experts], of each MoE layer that lacks it.
 
     torchtitan's models have it unless `load_balance_coeff` is None, and load no checkpoint without it.
 
@@ -166,7 +167,11 @@ def buffers_to_add(tensors: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
 
 
 def _head_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of heads of q, and of k."""
+    """Return the number of heads of q, and of k.
+
+    Raises:
+        InputError: The config does not give them.
+    """
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
