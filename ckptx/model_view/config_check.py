@@ -1,9 +1,9 @@
 """Check that the tensors of a checkpoint match its config: names, layers and shapes.
 
 It detects a wrong `--base`, a model that lacks its last layers, and shards of tensors that were renamed to look
-whole, all of which a plain copy of bytes would accept. A tensor that the class does not have is a mismatch if it lies
-in a module of the class; `ckptx.architecture.extra_tensors` lists the kinds that are allowed, and tensors outside of
-all modules pass through with a note.
+whole, all of which a plain copy of bytes would accept. A tensor that the class does not have is a mismatch if it is in
+a module of the class, except for the kinds that `ckptx.architecture.extra_tensors` allows; tensors outside of all
+modules of the class pass through with a note.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def match_config(view: ModelView) -> ConfigMatch:
 
     Raises:
         InputError: The config has an invalid number.
-        UnsupportedError: The names are those of a trainer, and ckptx lacks a conversion to disk names.
+        UnsupportedError: The names are those of a trainer, and ckptx lacks an operation to convert them to disk names.
     """
     match = _match_tensors(view)
     if not match.mismatches or view.config is None:
@@ -83,7 +83,7 @@ def _match_tensors(view: ModelView) -> ConfigMatch:
 
 
 def _without_archives(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors with one chunk each, so that they can be converted without locating archives."""
+    """Return the tensors with one made-up chunk each, so that they can be converted without locating archives."""
     return {
         name: entry._replace(chunks=(Chunk(full_region(entry.shape), name, 0, entry.nbytes),), replicas=())
         for name, entry in tensors.items()
@@ -99,6 +99,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
 
     Raises:
         ReadError: The storage failed.
+        InputError: A tie flag in the config is not a boolean.
     """
     if view.disk_architecture is None or view.config is None:
         return None
@@ -160,7 +161,10 @@ def _match_layers(
 def _unexpected_tensors(
     extras: Mapping[str, ExtraTensor], extra_layers: Mapping[str, ExtraLayer], class_name: str
 ) -> Iterator[Mismatch]:
-    """Yield the tensors in modules of the class that neither the class nor any rule for extra tensors knows."""
+    """Yield the extra tensors that are not allowed, without those in extra layers.
+
+    They are in modules of the class, or a head of another class in place of the head of the class.
+    """
     for name, extra in extras.items():
         if not extra.reason and name not in extra_layers:
             place = f"is in {extra.module}, where" if extra.module else "is stored in place of the output head, but"
@@ -187,7 +191,10 @@ def _layer_indices(path: str, names: Iterable[str]) -> set[int]:
 
 
 def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Mapping[str, Any]) -> list[Mismatch]:
-    """Return the embeddings and output heads, which are the names that can be tied, with fewer rows than vocab_size."""
+    """Return the embeddings and output heads that have fewer rows than vocab_size.
+
+    They are found by the names of the primary tied pairs of the class, whether or not the config ties them.
+    """
     nested = config.get("text_config")
     sizes = [each.get("vocab_size") for each in (config, nested) if isinstance(each, Mapping)]
     vocab_size = min((size for size in sizes if isinstance(size, int)), default=0)
@@ -201,11 +208,11 @@ def _missing_vocab_rows(view: ModelView, architecture: Architecture, config: Map
 
 
 class _LayerList(NamedTuple):
-    """List of layers, of which some may have no tensor.
+    """List of layers in a checkpoint.
 
     Attributes:
-        layer_count: Number of layers in the config.
-        present_layers: Indices of the layers with any tensor.
+        layer_count: Number of layers that the config requires.
+        present_layers: Indices, in order, of the layers of which the checkpoint has any tensor.
     """
 
     layer_count: int
@@ -234,8 +241,9 @@ class _ConversionRun(NamedTuple):
         conversion: Conversion of these tensors.
         shared_indices: Indices that they share, such as (3,) for those of layer 3.
         positions: For each source pattern of the conversion, the indices of the experts (or of other modules in a list)
-            whose tensor is present; {0} outside of lists.
-        patterns: Target patterns; runs of one conversion with different target patterns may have different shapes.
+            whose tensor is present; {0} for a tensor outside of lists, and empty if none is present.
+        patterns: Patterns of the model tensors that the run makes; runs of one conversion may differ in them, and then
+            the tensors may have different shapes.
         extra_layer: Extra layer that the tensors belong to; None if the model has their layer.
     """
 
@@ -254,15 +262,17 @@ class _ConfigMatcher:
         architecture: Class of the model, with its prefix and ties in the names that the checkpoint has.
         config: Contents of `config.json`.
         rules: Rules from disk names to model names.
-        expected: Tensors that the config requires.
+        expected: Tensors that a model with this config has.
         extras: Tensors of the checkpoint that the class does not have.
         _present_indices: Pattern of model names -> indices of the tensors that are present.
-        _complete_lists: (pattern, outer indices) of module lists that one stored tensor contains as a whole.
+        _complete_lists: (pattern of model names, all indices but the last) of each list of modules of which one stored
+            tensor contains all modules.
         _runs: Tensors that are combined or split together, by `Destination.run_key`.
         _shape_matches: Cached results of `_match_shape`.
         _disk_shapes: Cached results of `_derive_shapes`.
-        _unknown_modules: Modules with tensors that the model does not have, such as quantized ones.
-        _unchecked: Number of tensors whose shape was not checked so far.
+        _unknown_modules: Modules that have stored tensors without a model name, as quantized modules do; by their names
+            on disk and in the model.
+        _unchecked: Number of tensors so far whose shape could not be checked.
         _tensor_count: Number of tensors in the checkpoint.
     """
 
@@ -281,7 +291,7 @@ class _ConfigMatcher:
     _tensor_count: int = 0
 
     def match(self, tensors: Mapping[str, TensorEntry]) -> ConfigMatch:
-        """Return the result of the check."""
+        """Return the result of the check of all tensors; call it once, because it records them."""
         self._tensor_count = len(tensors)
         destinations = self.rules.destinations(tensors)
         for name, destination in destinations.items():
@@ -298,6 +308,7 @@ class _ConfigMatcher:
         mismatches += _unexpected_tensors(self.extras.by_name, extra_layers, self.architecture.class_name)
         mismatches += _extra_layer_mismatches(extra_layers, self.expected.counts, self.config, self.extras.by_name)
         prefix = self.architecture.base_prefix
+        # The tensors of a checkpoint of the base model alone have no prefix, and it needs no head.
         has_base = bool(prefix) and any(each.startswith(f"{prefix}.") for each in self.expected.required)
         is_base = has_base and not any(name.startswith(f"{prefix}.") for name in tensors)
         layer_lists = self._find_layer_lists()
@@ -314,7 +325,7 @@ class _ConfigMatcher:
         )
 
     def _module_names(self, name: str) -> set[str]:
-        """Return the module of a name that the model lacks, under its name on disk and in the model."""
+        """Return the module of a tensor that the model does not have: its name on disk, and that in the model."""
         module = name.rpartition(".")[0]
         weight = self.rules.model_name(f"{module}.weight")
         return {module, weight.rpartition(".")[0]} if weight is not None else {module}
@@ -322,6 +333,13 @@ class _ConfigMatcher:
     # -- tensors that are present
 
     def _check(self, name: str, destination: Destination | str | None, entry: TensorEntry) -> Mismatch | None:
+        """Record that a tensor is present, and return a mismatch if it should be absent or has another shape.
+
+        Args:
+            name: Name of the tensor.
+            destination: Model name, or destination in a conversion; None for a tensor that the model does not have.
+            entry: The tensor.
+        """
         if destination is None:
             return None
         if isinstance(destination, str):
@@ -358,7 +376,7 @@ class _ConfigMatcher:
         )
 
     def _start_run(self, conversion: Conversion, shared_indices: tuple[int, ...]) -> _ConversionRun:
-        """Return a new run without positions, and mark the tensors it is combined into as present."""
+        """Return a new run without positions, and mark the model tensors that it makes as present."""
         for target in conversion.targets:
             self._mark_present(target, shared_indices)
         names = [name_in_run(target, shared_indices, 0) for target in conversion.targets]
@@ -372,6 +390,7 @@ class _ConfigMatcher:
         )
 
     def _mark_present(self, target: str, shared_indices: tuple[int, ...]) -> None:
+        """Record that the model tensors of a target pattern are present in the run with these indices."""
         if target.count("*") == len(shared_indices):
             name = fill_pattern(target, shared_indices)
             self._present_indices.setdefault(pattern_of(name), set()).add(indices_of(name))
@@ -410,7 +429,10 @@ class _ConfigMatcher:
         return Mismatch(name, found, needed, entry.shape, result)
 
     def _possible_disk_shapes(self, conversion: Conversion, destination: Destination) -> tuple[Sizes, ...] | None:
-        """Return the shapes that a source tensor may have on disk; None if they cannot be derived."""
+        """Return the shapes that a source tensor may have on disk, also transposed if the conversion allows both.
+
+        None if they cannot be derived.
+        """
         columns = self._expected_disk_shapes(conversion, destination.shared_indices)
         if columns is None:
             return None
@@ -426,7 +448,10 @@ class _ConfigMatcher:
     def _expected_disk_shapes(
         self, conversion: Conversion, shared_indices: tuple[int, ...]
     ) -> list[list[Shape]] | None:
-        """Return the expected shapes on disk for each source pattern; None if they cannot be derived."""
+        """Return for each source pattern the expected shapes of its tensors on disk, in the order of a module list.
+
+        None if they cannot be derived from the shapes of the model tensors.
+        """
         patterns = tuple(pattern_of(name_in_run(target, shared_indices, 0)) for target in conversion.targets)
         key = (conversion, patterns)
         if key not in self._disk_shapes:
@@ -450,7 +475,11 @@ class _ConfigMatcher:
         return [[entry.shape for entry in column] for column in disk_entries]
 
     def _limit_merged_dims(self, shape: Shape, conversion: Conversion) -> Shape:
-        """Return the shape with merged dims limited to a size that still shows that tensors are missing."""
+        """Return the shape with the size of merged dims limited to one more than the number of stored tensors.
+
+        The config may require any number of experts; with the limit, some still count as missing, and the derivation
+        of shapes stays fast.
+        """
         sizes = list(shape)
         for op in conversion.ops:
             if op.kind == "merge" and op.dim < len(sizes):
@@ -460,7 +489,12 @@ class _ConfigMatcher:
     # -- missing and extra tensors
 
     def _missing_tensors(self, is_base: bool, layer_lists: Mapping[str, _LayerList]) -> Iterator[Mismatch]:
-        """Yield the required tensors that are missing in layers that have other tensors."""
+        """Yield the required tensors that are missing, except those of layers that are missing as a whole.
+
+        Args:
+            is_base: True if the checkpoint is of the base model alone, so that its head is not required.
+            layer_lists: Result of `_find_layer_lists`.
+        """
         tied = {name for pair in self.architecture.ties for naming in pair.namings for name in naming}
         prefix = f"{self.architecture.base_prefix}."
         for pattern in sorted(self.expected.required):
@@ -482,7 +516,10 @@ class _ConfigMatcher:
                 yield Mismatch(name, MISSING_TENSOR, f"this tensor because of {key} in config.json")
 
     def _required_indices(self, pattern: str, layer_lists: Mapping[str, _LayerList]) -> Iterator[tuple[int, ...]]:
-        """Yield the indices of a required pattern, without empty layers and lists that one tensor holds."""
+        """Yield the indices of the required tensors of a pattern.
+
+        Those in layers without any tensor, and in lists of modules that one stored tensor contains, are left out.
+        """
         paths = star_prefixes(pattern)
         if not paths:
             yield ()
@@ -515,7 +552,7 @@ class _ConfigMatcher:
         return layer_lists
 
     def _has_other_form(self, name: str) -> bool:
-        """Return True if the module has tensors that the model lacks, as a quantized module does."""
+        """Return True if the module of a missing tensor is in `_unknown_modules`, as that of a quantized weight is."""
         module, _, leaf = name.rpartition(".")
         prefix = self.architecture.base_prefix
         short = module.removeprefix(f"{prefix}.") if prefix else module
@@ -526,7 +563,7 @@ class _ConfigMatcher:
         return f"{_format_shape(shapes[0])} by config.json" if shapes else "this tensor by config.json"
 
     def _incomplete_runs(self) -> Iterator[Mismatch]:
-        """Yield missing and extra experts, or parts of a fused tensor."""
+        """Yield missing and additional experts of a layer, and missing parts of a fused tensor."""
         for conversion, shared_indices, positions, _, _ in self._runs.values():
             parts = self._expected_disk_shapes(conversion, shared_indices)
             for index, source in enumerate(conversion.sources):
@@ -540,7 +577,7 @@ class _ConfigMatcher:
                     yield Mismatch(name_in_run(source, shared_indices, position), "an additional one", needed)
 
     def _extra_layers(self, destinations: Mapping[str, Destination | str | None]) -> dict[str, ExtraLayer]:
-        """Return the tensors of layers after the last one of the config, by name."""
+        """Return the extra layer of each tensor that is in one, by the name of the tensor."""
         layers: dict[str, ExtraLayer] = {}
         runs = {key: run.extra_layer for key, run in self._runs.items() if run.extra_layer is not None}
         for name, destination in destinations.items():
@@ -554,7 +591,11 @@ class _ConfigMatcher:
 
 
 def _match_shape(shape: Shape, expected_shapes: tuple[Sizes, ...] | None) -> Sizes | bool:
-    """Return True if a shape is an expected one, False if none is known, else the first expected shape."""
+    """Compare a shape with the expected ones.
+
+    Returns:
+        True if it is one of them, False if it cannot be checked because no size is known, else the first of them.
+    """
     if not expected_shapes or (
         all(size is None for each in expected_shapes for size in each) and expected_shapes != ((),)
     ):

@@ -22,8 +22,8 @@ class Mismatch(NamedTuple):
 
     Attributes:
         name: Name in the checkpoint, or in the model if it is missing.
-        found: State in the checkpoint.
-        needed: State that the config requires.
+        found: State in the checkpoint, such as "shape [32000, 4096]", or one of the constants above.
+        needed: State that the config requires, such as "shape [32064, 4096] by config.json", or `MUST_BE_ABSENT`.
         shape: Shape in the checkpoint; empty unless shapes differ.
         expected: Shape by the config, with None for an unknown size; empty unless shapes differ.
     """
@@ -40,7 +40,7 @@ class Mismatch(NamedTuple):
         return self.found in (MISSING_TENSOR, MISSING_LAYER)
 
     def description(self) -> str:
-        """Return the mismatch as part of a sentence."""
+        """Return a phrase with the name and both states."""
         if self.needed == MUST_BE_ABSENT:
             return f'"{self.name}" {self.found}'
         return f'"{self.name}": expected {self.needed}, found {self.found}'
@@ -51,8 +51,8 @@ class OtherVocabulary(NamedTuple):
 
     Attributes:
         vocab_size: Value in the config.
-        rows: Rows of the embedding and the output head.
-        keys: Dotted paths of the config keys that have to become `rows`.
+        rows: Number of rows of the embedding and the output head, larger or smaller than `vocab_size`.
+        keys: Dotted paths of the config keys whose value has to become `rows` for the tensors to match.
     """
 
     vocab_size: int
@@ -66,7 +66,7 @@ class OtherVocabulary(NamedTuple):
         return f"the vocabulary is padded from {self.vocab_size} to {self.rows} rows"
 
     def edits(self) -> tuple[dict[str, Any], ...]:
-        """Return the changes to config.json after which the tensors match it."""
+        """Return the changes to config.json after which the tensors match it: `key`, and its value before and after."""
         return tuple({"key": key, "before": self.vocab_size, "after": self.rows} for key in self.keys)
 
 
@@ -123,7 +123,7 @@ class ConfigMatch:
         }
 
     def _allowed_extras(self, *, skip_computed: bool = False) -> dict[str, list[str]]:
-        """Return the extra tensors that are allowed, by reason."""
+        """Return the names of the extra tensors that are allowed, by reason."""
         by_reason: dict[str, list[str]] = {}
         for name, extra in self.extras.items():
             if extra.reason and not (skip_computed and extra.is_computed):
@@ -131,11 +131,11 @@ class ConfigMatch:
         return by_reason
 
     def extra_notes(self, class_name: str, *, are_written: bool) -> list[str]:
-        """Return one line for each kind of extra tensor, except those that the class computes.
+        """Return one line for each reason of allowed extra tensors, except those that the class computes.
 
         Args:
             class_name: Name of the model class.
-            are_written: True for a conversion, which writes them unchanged.
+            are_written: True if the note is about a conversion, which writes the tensors unchanged.
         """
         suffix = ", written unchanged" if are_written else ""
         return [

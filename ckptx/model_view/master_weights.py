@@ -48,7 +48,8 @@ def use_master_weights(view: ModelView, files: SourceFiles, *, tie_missing: bool
         tie_missing: True to tie a missing output head to the embedding even if the config does not.
 
     Raises:
-        InputError: There are no masters, one belongs to no weight or to a weight of another shape, or two to one.
+        InputError: There are no masters, a master belongs to no weight or to a weight of another shape, or a weight has
+            two masters.
     """
     masters = _find_masters(view)
     decisions = decide_ties(locate_archives(view, files), files, tie_missing=tie_missing, accepted_problems=[])
@@ -83,7 +84,11 @@ def use_master_weights(view: ModelView, files: SourceFiles, *, tie_missing: bool
 
 
 def _find_masters(view: ModelView) -> dict[str, TensorEntry]:
-    """Return the master of each weight that has one, by the name of the weight in the view."""
+    """Return the master of each weight that has one, by the name of the weight in the view.
+
+    Raises:
+        InputError: See `use_master_weights`.
+    """
     root = view.catalog.location
     stored = [name for name in view.optimizer if name.endswith(_SUFFIX)]
     if not stored:

@@ -18,9 +18,10 @@ class ArgumentNames(NamedTuple):
     """Names of arguments of a training program, apart from those of heads, which are the same in all.
 
     Attributes:
-        computing: Argument -> keys of config.json, the first of which counts; a dot separates nested keys. If they
-            differ, the model computes something else with the same tensors.
-        other_values: Arguments that change the meaning of values but no shape -> the reason for an error.
+        computing: Argument -> keys of config.json, of which the first that is present is compared; a dot separates
+            nested keys. If argument and key differ, the model computes something else with the same tensors.
+        other_values: Boolean argument with which the tensors have other values or another order of rows than on the
+            Hub, but the same shapes -> clause of the error message that says what differs.
         tied: Argument that is equal to tie_word_embeddings; None if there is none.
         untied: Argument that is the opposite of tie_word_embeddings; None if there is none.
         grouping: Argument without which num_query_groups has no effect; None if there is none.
@@ -66,14 +67,15 @@ def check_arguments(
     """Compare the arguments of a training run with a config; return notes on other differences than heads.
 
     Args:
-        arguments: Value by name; objects are stand-ins.
+        arguments: Value by name; values that were Python objects are `UnknownObject` stand-ins, and are not compared.
         where: The file or object that records them.
         config: Contents of `config.json`.
         names: Names of the arguments.
 
     Raises:
         InputError: The heads differ, or the config lacks their number.
-        UnsupportedError: Weights have another meaning than on the Hub.
+        UnsupportedError: The tensors have other values or another order of rows than on the Hub, see
+            `ArgumentNames.other_values`.
     """
     _refuse_other_values(arguments, where, names)
     _refuse_other_heads(arguments, where, config, names)
@@ -81,7 +83,13 @@ def check_arguments(
 
 
 def _refuse_other_values(values: Mapping[str, Any], where: str, names: ArgumentNames) -> None:
-    """Refuse options with which the values, or the order of rows, are not those of the models on the Hub."""
+    """Refuse arguments with which the values, or the order of rows, are not those of the models on the Hub.
+
+    With multi-head latent attention (MLA), `rotary_interleaved` is accepted.
+
+    Raises:
+        UnsupportedError: There is such an argument.
+    """
     is_latent = values.get("multi_latent_attention") is True
     for name, meaning in names.other_values.items():
         if values.get(name) is True and not (is_latent and name == "rotary_interleaved"):
@@ -92,6 +100,14 @@ def _refuse_other_values(values: Mapping[str, Any], where: str, names: ArgumentN
 
 
 def _refuse_other_heads(values: Mapping[str, Any], where: str, config: Mapping[str, Any], names: ArgumentNames) -> None:
+    """Refuse a config with other numbers or sizes of heads than the training run.
+
+    Nothing is compared with multi-head latent attention, which has no `linear_qkv`, or if no number of heads is
+    recorded.
+
+    Raises:
+        InputError: The heads differ, or the config lacks their number.
+    """
     if values.get("multi_latent_attention") is True or _count(values.get("num_attention_heads")) is None:
         return
     heads, kv_heads, head_dim = head_counts(config)
@@ -112,6 +128,7 @@ def _refuse_other_heads(values: Mapping[str, Any], where: str, config: Mapping[s
 
 
 def _count(value: object) -> int | None:
+    """Return a positive integer as it is; None for any other value, which then is not compared."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

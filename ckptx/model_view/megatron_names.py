@@ -1,15 +1,16 @@
-"""A checkpoint with Megatron's names as one with the names of the files on the Hub.
+"""View a checkpoint with Megatron's names as one with disk names, those of the files on the Hub.
 
     decoder.layers.mlp.linear_fc1.weight [L, 2 F, H]  ->  model.layers.0.mlp.gate_proj.weight [F, H]
                                                           model.layers.0.mlp.up_proj.weight   [F, H]
                                                           ...
 
-Its entries refer to the same bytes, so everything after this step sees an ordinary checkpoint. Moments and fp32 masters
-that have the shape of their parameter (`fully_reshardable`) are mapped along with it if the output keeps them:
+The entries of the result refer to the same bytes, so everything after this step sees an ordinary checkpoint. Moments
+(Adam's `exp_avg` and `exp_avg_sq`) and fp32 master weights that have the shape of their parameter, which Megatron saves
+as `fully_reshardable`, are mapped along with it if the output keeps them:
 
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight  ->  optimizer.state.model.layers.0....exp_avg
 
-Others are in the order of communication buffers, which no other program can use; they are left out and listed.
+Other moments are in the order of communication buffers, which no other program can use; they are left out and listed.
 """
 
 from __future__ import annotations
@@ -40,14 +41,13 @@ from ckptx.wording import counted
 
 T = TypeVar("T")
 
-# State next to the model: optimizers that Megatron numbers (dense and expert parameters), and TransformerEngine's state
-# of fp8 scaling.
+# Names of state next to the model. Megatron numbers the optimizers of dense and of expert parameters: `chained_0.`.
 _CHAINED_OPTIMIZER = re.compile(r"chained_\d+\.")
 _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param)\.")
 # Megatron's kind of optimizer state -> its name in a DCP, as the torch optimizers and the readers of ckptx name it.
 _MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master_param"}
-STEP_FILE = "optimizer step"  # a computed file: the step as a float32
-_EXTRA_STATE = re.compile(r"\._extra_state(/|$)")
+STEP_FILE = "optimizer step"  # name of a file that exists in memory only: the step as a little-endian float32
+_EXTRA_STATE = re.compile(r"\._extra_state(/|$)")  # TransformerEngine's state of fp8 scaling
 _OTHER_ROOTS = frozenset({"rng_state", "rerun_state_machine_state", "opt_param_scheduler", "common_state"})
 
 
@@ -56,11 +56,12 @@ class MegatronModel:
     """A checkpoint of Megatron under disk names.
 
     Attributes:
-        catalog: Catalog with the tensors of the model alone, under disk names; every chunk is located.
-        stored_names: Disk name -> stored names of the tensors that it is made of.
+        catalog: Catalog with the tensors of the model under disk names, and with optimizer state if `has_optimizer` is
+            set. Every chunk is located, or refers to no file if only names and shapes were needed.
+        stored_names: Name in `catalog` -> stored names of the tensors that it is made of; empty for a computed step.
         dropped: Stored `name` and `reason` of each tensor that is not in `catalog`.
-        optimizer: Stored names of the optimizer tensors among them.
-        conversions: Conversions between the names.
+        optimizer: Stored names of the optimizer tensors in `dropped`.
+        conversions: Conversions from Megatron's names, with an index for each layer, to disk names.
         notes: Notes for the user.
         has_optimizer: True if `catalog` has optimizer state as well.
         step_contents: Contents of `STEP_FILE`, to which the steps in `catalog` refer; empty without a step.
@@ -89,15 +90,18 @@ def map_megatron_names(
     Args:
         catalog: Catalog of the checkpoint.
         config: Contents of `config.json` of the model; None without one.
-        files: Its open files; None if only names and shapes are needed, and each tensor gets a chunk without bytes.
-        with_optimizer: True to map the moments and fp32 masters, too, if they have the shapes of the parameters.
+        files: Open files of the checkpoint. None if only names and shapes are needed: then chunks refer to no file,
+            and the arguments of the training run are not compared with the config.
+        with_optimizer: True to map the moments and fp32 masters, too; those in the order of buffers are dropped.
 
     Returns:
         The model; None if the names are not Megatron's, or if there is no config or it names no class.
 
     Raises:
-        InputError: Tensors do not match the sizes in the config, or the checkpoint has several models.
-        UnsupportedError: The Megatron names of the class are unknown, or a tensor has no counterpart.
+        InputError: Tensors do not match each other or the config, or the training run had other heads than the config.
+        UnsupportedError: The checkpoint has several models, the Megatron names of the class are unknown, a tensor has
+            no counterpart, or see `check_arguments`.
+        ReadError: The storage failed.
     """
     prefixes = megatron.find_prefixes(catalog.tensors)
     class_names = (config or {}).get("architectures")
@@ -259,9 +263,9 @@ def _rename_moments(
 
     Args:
         mapping: Mapping of the tensors.
-        moments: Kind of state -> stored name -> Megatron's name of the parameter.
+        moments: Megatron's kind of state -> stored name -> Megatron's name of the parameter.
         parameters: Parameters by disk name.
-        common: Common state, with the step.
+        common: Common state, which may record the step; None if it was not read.
 
     Raises:
         InputError: State has another shape than its parameter; see also `_Mapping.rename`.
@@ -298,7 +302,10 @@ def _rename_moments(
 
 
 def _mtp_copies(names: Collection[str], class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> name of the original, for the tensors that MTP layers have on the Hub and share in Megatron."""
+    """Return disk name -> disk name of the original, for tensors that Megatron's MTP layers share with the model.
+
+    Only MTP layers that the checkpoint has count; `names` are the disk names of its tensors.
+    """
     return {
         name: original
         for name, original in megatron.mtp_copies(class_name, config).items()
@@ -322,12 +329,14 @@ def with_disk_names(catalog: Catalog, config: Mapping[str, Any] | None) -> Catal
 def with_common_names(a: Catalog, b: Catalog, *, needs_bytes: bool = True) -> tuple[Catalog, Catalog]:
     """Return two checkpoints to compare; if only one has Megatron's names, it gets disk names.
 
-    One without a config uses that of the other. If its names cannot be mapped, it keeps them, with a note.
+    If it has no config, that of the other checkpoint is used. If its names cannot be mapped, it keeps them, with a
+    note.
 
     Args:
         a: First checkpoint.
         b: Second checkpoint.
-        needs_bytes: False if only names and shapes are compared.
+        needs_bytes: True to locate the chunks of the tensors, so that they can be read; False if only names and shapes
+            are compared.
 
     Raises:
         ReadError: The storage failed.
@@ -355,7 +364,8 @@ def _with_config_of(catalog: Catalog, other: Catalog, needs_bytes: bool) -> Cata
 def _with_state(catalog: Catalog, model: MegatronModel) -> Catalog:
     """Return the model together with the state that is not mapped, which commands list as not compared or not used.
 
-    Only names of a training checkpoint have roles: in an HF checkpoint, every tensor belongs to the model.
+    State whose name does not show that it is training state gets the prefix `optimizer.`. For a format that is no
+    training format, no state is added, because every tensor in it counts as one of the model.
     """
     state = (
         {}
@@ -379,7 +389,16 @@ def _split_names(
 ) -> tuple[dict[str, str], dict[str, dict[str, str]], list[dict[str, str]]]:
     """Return the tensors of the model, those of the optimizer that can be mapped, and all others as dropped.
 
-    The first are stored name -> name without the prefix; the second are the same for each kind of state.
+    Args:
+        catalog: Catalog of the checkpoint.
+        prefix: Prefix of the model, see `megatron.find_prefixes`.
+
+    Returns:
+        Stored name -> Megatron's name without prefix for the model; the same (the name of the parameter) for each of
+        Megatron's kinds of optimizer state, by kind; and `MegatronModel.dropped`.
+
+    Raises:
+        UnsupportedError: A tensor is neither in the model nor training state.
     """
     stored: dict[str, str] = {}
     moments: dict[str, dict[str, str]] = {}
@@ -406,7 +425,7 @@ def _split_names(
 
 
 def _second_names(catalog: Catalog, names: Iterable[str]) -> dict[str, str]:
-    """Return stored name -> an earlier name with the same bytes, for the norm before experts, which has two names."""
+    """Return stored name -> earlier stored name of the same bytes, for norms before experts that have two names."""
     first_by_position: dict[tuple[object, ...], str] = {}
     second_names = {}
     for name in names:
@@ -419,7 +438,10 @@ def _second_names(catalog: Catalog, names: Iterable[str]) -> dict[str, str]:
 
 
 def _locate(catalog: Catalog, names: Mapping[str, str], files: SourceFiles | None) -> dict[str, TensorEntry]:
-    """Return the entries of these stored names with every chunk located, or with one chunk each without files."""
+    """Return the entries of these stored names with every chunk located.
+
+    If `files` is None, each gets one made-up chunk that refers to no file.
+    """
     entries = {name: catalog.tensors[name] for name in names}
     if files is None:
         return {
@@ -434,10 +456,15 @@ def _locate(catalog: Catalog, names: Mapping[str, str], files: SourceFiles | Non
 
 
 def _unstack(name: str, entry: TensorEntry, layer_count: int) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield a tensor of all layers as one for each layer; others unchanged.
+    """Yield a tensor of all layers as one for each layer, with its name; other tensors unchanged.
+
+    Args:
+        name: Megatron's name of the tensor without prefix.
+        entry: The tensor.
+        layer_count: Number of layers in the config.
 
     Raises:
-        InputError: It has another number of layers.
+        InputError: The tensor has another number of layers.
     """
     suffix = megatron.layer_suffix(name)
     if suffix is None:
@@ -453,7 +480,7 @@ def _unstack(name: str, entry: TensorEntry, layer_count: int) -> Iterator[tuple[
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Return the position of a disk name in the model: embedding, layers with their experts, norm and head."""
+    """Return a sort key for disk names: embedding, then layers and their experts by index, then norm and head."""
     indices = indices_of(name)
     if indices:
         return (1, *indices)

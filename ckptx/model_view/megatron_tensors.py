@@ -1,10 +1,11 @@
-"""A model with the names of the files on the Hub as one with Megatron's names, the inverse of `megatron_names`.
+"""Convert a model with disk names to Megatron's names and layout, the inverse of `megatron_names`.
 
     model.layers.0.mlp.gate_proj.weight [F, H]  ->  decoder.layers.mlp.linear_fc1.weight [L, 2 F, H]
     model.layers.0.mlp.up_proj.weight   [F, H]
     ...
 
-The entries refer to the same bytes; rows that pad the vocabulary refer to `ZEROS_FILE`.
+The entries of the result refer to the same bytes. Chunks of rows that pad the vocabulary refer to `ZEROS_FILE`, a file
+of zeros that exists in memory only.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class MegatronTensors:
     Attributes:
         tensors: Tensors by Megatron name, with the dtypes of the source.
         sources: Megatron name -> disk names of the tensors that it is made of.
-        aliases: Second name of a tensor -> its name in `tensors`.
-        computed: Disk names of buffers that Megatron computes; they are in no tensor.
+        aliases: Second Megatron name of a tensor -> its name in `tensors`.
+        computed: Disk names of buffers that Megatron computes; `tensors` has nothing of them.
         copies: Disk name -> disk name of the original, for tensors of MTP layers that Megatron shares with the model;
-            they are in no tensor, and the caller checks that their bytes are equal.
+            `tensors` has only the original, and the caller checks that the bytes of both are equal.
         conversions: Conversions from Megatron's names, with an index for each layer, to disk names.
         layers: "stacked" if one tensor holds all layers, "separate" if there is one for each layer.
-        vocabulary_rows: Rows of the vocabulary before padding, the largest number of the embedding and the output head.
-        padded_rows: Rows with padding.
+        vocabulary_rows: Rows of the vocabulary before padding, the larger number of the embedding and the output head.
+        padded_rows: Rows of the embedding and the output head with padding.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -73,7 +74,7 @@ def make_megatron_tensors(
         class_name: Name as in `architectures` of `config.json`.
         config: Contents of `config.json`.
         layers: Form of the layers; None for stacked layers if all have the same tensors, else separate ones.
-        vocabulary_multiple: The number of rows of embedding and output head becomes a multiple of it.
+        vocabulary_multiple: Positive number; the rows of embedding and output head are padded to a multiple of it.
 
     Raises:
         UnsupportedError: Megatron's names of the class or of a tensor are unknown, or `layers` is "stacked" and the
@@ -110,9 +111,9 @@ def make_megatron_tensors(
 
 
 def blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:
-    """Return the blocks in which a tensor is stored: one for each layer and expert, and for gate and up.
+    """Return the blocks in which a tensor is stored: one for each layer, each expert, and each of gate and up.
 
-    A loader then reads the layers and experts of its rank instead of the whole tensor.
+    All are blocks of rank 0. A loader then reads the layers and experts of its rank instead of the whole tensor.
 
     Args:
         name: Megatron's name of the tensor.
@@ -203,7 +204,10 @@ def _suffixes_by_layer(names: Collection[str]) -> dict[int, set[str]]:
 
 
 def _different_layers(names: Collection[str]) -> tuple[int, int, str] | None:
-    """Return two layers with different tensors, and a name below the layer that one of them lacks; None if equal."""
+    """Return the indices of two layers with different tensors, and a name below the layer that one of them lacks.
+
+    None if all layers, without gaps in their indices, have the same tensors.
+    """
     suffixes = _suffixes_by_layer(names)
     if not suffixes:
         return None
@@ -238,7 +242,15 @@ def _stacked_name(name: str) -> str:
 def _stack(
     tensors: Mapping[str, TensorEntry], sources: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, TensorEntry], dict[str, tuple[str, ...]]]:
-    """Return one tensor for all layers in place of one for each, and what it is made of."""
+    """Merge the tensors of each layer into tensors of all layers; others do not change.
+
+    Args:
+        tensors: Tensors by Megatron name; all layers must have the same tensors.
+        sources: Megatron name -> disk names of the tensors that it is made of.
+
+    Returns:
+        Both mappings for the merged tensors.
+    """
     members: dict[str, list[tuple[int, str]]] = {}
     for name in tensors:
         layer_name = megatron.split_layer_name(name)

@@ -30,7 +30,7 @@ def find_other_vocabulary(
         return None
     rows, vocab_size = size
     keys = [key for key, value in _vocab_sizes(config) if value == vocab_size]
-    # Several keys usually repeat one size. If only one of them is that of these tensors, all others stay.
+    # Several keys usually repeat one size: try to change all of them, then each one alone.
     for candidate in (keys, *([key] for key in keys)):
         vocabulary = OtherVocabulary(vocab_size, rows, tuple(candidate))
         if not match_with(apply_edits(dict(config), vocabulary.edits())).mismatches:
@@ -39,7 +39,7 @@ def find_other_vocabulary(
 
 
 def _differing_rows(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> tuple[int, int] | None:
-    """Return found and expected size of the dim that differs, if there is only one.
+    """Return the found and the expected size of the dim that differs; None unless exactly one does.
 
     It is dim 0 of embeddings, output heads and their biases, and dim 1 of BART's `final_logits_bias`.
     """

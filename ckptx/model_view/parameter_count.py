@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptx.transfer.stream import TensorReader
 
 _SAMPLE_BYTES = 1 << 16  # bytes per sample; three samples per tensor
-_MAX_POSSIBLE_TIES = 4  # an input embedding, an output head, and as many of an encoder
+_MAX_POSSIBLE_TIES = 4  # names: input embedding and output head of a decoder, and the same of an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Parameters:
     """Number of parameters of a model, and the tied names that count once.
 
     Attributes:
-        count: Number of elements, each tensor counted once regardless of names and copies.
-        tied: Groups of names that are stored separately and counted once, because they are one tensor.
+        count: Number of elements of all tensors, each counted once regardless of its names and copies.
+        tied: Groups of tied names whose tensors are stored separately, with equal sampled rows, and counted once.
     """
 
     count: int = 0
@@ -48,12 +48,16 @@ def count_parameters(view: ModelView, files: SourceFiles | None = None) -> Param
 
     Names that share bytes are one tensor. Names that may be tied are one tensor if dtype, shape and sampled rows agree,
     because files may hold different tensors under such names. These rows are the only tensor data that is read. Ties
-    are those that the config declares, and for an unknown class or without a config those that the manifest records;
-    besides, matrices of equal dtype and shape outside of layers may then be tied.
+    are those that the config declares. For an unknown class or without a config, they are those that the manifest
+    records, and matrices of equal dtype and shape outside of layers may be tied as well.
 
     Args:
         view: Model.
-        files: Open files of the checkpoint, in which every block of the model is located; None to open them.
+        files: Open files of the checkpoint, from which the rows are read; None to open them if required.
+
+    Raises:
+        InputError: A tie flag in the config is not a boolean.
+        ReadError: The storage failed.
     """
     ties = list(_declared_ties(view))
     if not has_known_ties(view):
@@ -81,7 +85,10 @@ def count_with_known_ties(view: ModelView, representatives: Mapping[str, str]) -
 
 
 def tie_representatives(decisions: Iterable[TieDecision]) -> dict[str, str]:
-    """Map each name to a representative of the names that were decided to be the same tensor."""
+    """Map each name of a tie that was decided to be one tensor to one of its names, equal for all of them.
+
+    Names of other decisions are left out.
+    """
     return _representatives(
         (each.target, each.source, each.stored_name)
         for each in decisions
@@ -90,7 +97,15 @@ def tie_representatives(decisions: Iterable[TieDecision]) -> dict[str, str]:
 
 
 def _count_untied(view: ModelView, representatives: Mapping[str, str]) -> tuple[int, dict[object, list[str]]]:
-    """Count elements of untied names; group tied names with separate bytes by tie, dtype and shape."""
+    """Count the elements of names that are in no tie, and group the others; names that share bytes occur once.
+
+    Args:
+        view: Model.
+        representatives: Name in a tie -> representative name of the tie.
+
+    Returns:
+        The number of elements, and the names in ties, in groups of equal tie, dtype and shape.
+    """
     count = 0
     locations: set[object] = set()
     stored_separately: dict[object, list[str]] = {}
@@ -124,9 +139,10 @@ def _recorded_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
 
 
 def _possible_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
-    """Yield matrices of equal dtype and shape that may be the embedding and head of a model.
+    """Yield the names of matrices of equal dtype and shape that may be the embedding and head of a model.
 
-    They are outside of layers, so that their names have no index. More than `_MAX_POSSIBLE_TIES` are not compared.
+    They are outside of layers, so that their names have no index. If more than `_MAX_POSSIBLE_TIES` have equal dtype
+    and shape, these are not yielded.
     """
     by_header: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
@@ -156,7 +172,7 @@ def find_absent_ties(view: ModelView) -> list[list[str]]:
 
 
 def _representatives(ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """Map each name to a representative of all names tied to it, directly or indirectly."""
+    """Map each name to the first, in sorted order, of all names tied to it, directly or indirectly."""
     groups: dict[str, set[str]] = {}
     for names in ties:
         joined = set().union(*(groups.get(name, {name}) for name in names))
@@ -214,7 +230,7 @@ def _digest(reader: TensorReader, entry: TensorEntry, region: Region) -> bytes:
 
 
 def find_aliases(catalog: Catalog) -> dict[str, str]:
-    """Map each name that shares bytes to the first name in the catalog with these bytes."""
+    """Map each name whose bytes an earlier name in the catalog has to the first such name."""
     name_by_position: dict[object, str] = {}
     aliases = {}
     for name, entry in catalog.tensors.items():

@@ -51,8 +51,8 @@ class Sharding(NamedTuple):
 
     Attributes:
         shape: Shape of the whole tensor, in elements.
-        shards: Shards; their holders are relative to the first holder, so that shardings on different stages compare
-            equal.
+        shards: Shards. The holder of each is the index of its rank or file minus the lowest such index of the tensor,
+            the first holder, so that equal shardings on different stages compare equal.
     """
 
     shape: Shape
@@ -67,8 +67,8 @@ class TensorGroup:
         pattern: Name with `*` for each index.
         dtype: Dtype of all tensors.
         sharding_index: Index of their sharding in `Layout.shardings`.
-        indices_by_holder: Lowest index in `Layout.holders` of a rank or file with a shard -> the indices in each name,
-            "3.17" for layer 3, expert 17; "" for a name without indices.
+        indices_by_holder: First holder (lowest index in `Layout.holders` of a rank or file with a shard) -> one string
+            for each tensor with the indices in its name: "3.17" for layer 3, expert 17; "" for a name without indices.
     """
 
     pattern: str
@@ -93,8 +93,8 @@ class Holder:
         dp: Data-parallel coordinate in the mesh; None without a manifest.
         tp: Tensor-parallel coordinate in the mesh; None without a manifest.
         tensor_count: Number of tensors with a shard here.
-        nbytes: Bytes of tensor data; names that share bytes count once.
-        files: Files of the holder, in order.
+        nbytes: Bytes of tensor data on this holder; names that share bytes count once.
+        files: Names of the files of the holder that have a shard, in order.
         layers: Layers with a tensor here.
     """
 
@@ -122,7 +122,8 @@ class Layout:
         dims: Mesh dimensions; None without a manifest, or for a mesh of one rank.
         shardings: Distinct shardings.
         groups: Tensors by pattern and sharding, in the order of the checkpoint.
-        names_outside_layers: Stage -> names of tensors outside of layers; the stage is None if it is unknown.
+        names_outside_layers: Stage -> model names of the tensors outside of layers whose first holder is on it; the
+            stage is None if it is unknown.
     """
 
     holders: list[Holder]
@@ -145,12 +146,15 @@ class Layout:
 
     @property
     def once_stored_count(self) -> int:
-        """Return the number of tensors that TP replicates and only one TP rank stores, as in a DCP."""
+        """Return the number of tensors that TP replicates but only one TP rank stores, as in a DCP.
+
+        0 without TP, or if the mesh is unknown.
+        """
         storing_ranks = self.storing_tp_ranks()
         return sum(group.count for group in self.groups if group.sharding_index in storing_ranks)
 
     def storing_tp_ranks(self) -> dict[int, int]:
-        """Return the index of each sharding whose shards are all stored by one TP rank, and this TP rank.
+        """Map the index of each sharding whose shards are all stored by one TP rank to this TP rank.
 
         TP replicates such a tensor: the other TP ranks read it from the files of this one. Empty without TP, or if the
         mesh is unknown.
@@ -196,7 +200,7 @@ class Layout:
 
 
 def rank_of(file: str) -> int | None:
-    """Return the rank in a file name; None if it has none."""
+    """Return the global rank, from 0, in the name of a DCP or sharded safetensors file; None if it has none."""
     match = _RANK_FILE.fullmatch(file)
     if match is None:
         return None
@@ -234,7 +238,7 @@ def format_layer_ranges(ranges: Sequence[tuple[str, int, int]]) -> str:
 
 
 def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
-    """Return the nonempty regions of a sharding with their holders, replicas last."""
+    """Return the nonempty regions of a sharding, each with its holders as in `Sharding`, those of replicas last."""
     holders_by_region: dict[tuple[int, Region], list[int]] = {}
     for shard in sorted(sharding.shards, key=lambda shard: shard.is_replica):
         if shard.region.numel:
@@ -243,10 +247,14 @@ def distinct_regions(sharding: Sharding) -> list[tuple[Region, list[int]]]:
 
 
 def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[ParallelDims | None, str | None]:
-    """Return the mesh of a manifest and the reason why it is ignored; one of them is None, or both without a manifest.
+    """Return the mesh that a manifest records, or the reason why it is ignored; the other is None.
 
     It is ignored if it has more than `MAX_RANKS` ranks, or if file names have higher ranks. A mesh of one rank is not
     ignored, because nothing is sharded in it, whatever the file names are.
+
+    Args:
+        layout: Layout in the manifest; None without a manifest, for which both results are None.
+        files: Names of the files of the checkpoint.
     """
     if layout is None:
         return None, None
@@ -305,7 +313,7 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
 
 @dataclass(slots=True)
 class _Totals:
-    """Totals of the tensors with the same sharding on the same holders.
+    """Totals of the tensors with the same sharding, first holder and dtype.
 
     Attributes:
         tensor_count: Number of tensors.
@@ -354,7 +362,7 @@ def _assign_files(
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a name into its pattern and numbers; a name that contains a star is its own pattern."""
+    """Split a name into its pattern and its indices, joined by dots; a name that contains `*` is its own pattern."""
     if "*" in name:
         return name, ""
     pattern = pattern_of(name)

@@ -1,4 +1,4 @@
-"""Tied tensors that the manifest of a checkpoint records; for an unknown class, nothing else tells them."""
+"""Tied tensors that the manifest of a checkpoint records, the only source of ties for an unknown class."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Sharding of the tensors of a model for a mesh: the pipeline stage of each, and the shard of each rank.
 
-Rules apply to tensors of the model. A tensor that is stored in another form (an expert of a fused tensor, a fused
-projection that the model splits) is sharded so that each rank gets the same elements as in the model.
+Rules of a tensor-parallel plan apply to tensors of the transformers model. A tensor that is stored in another form (an
+expert of a tensor that the model fuses, a fused projection that the model splits) is sharded so that each rank gets the
+same elements as in the model.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class TensorPlacement(NamedTuple):
     """Placement of one tensor in the mesh.
 
     Attributes:
-        stage: Pipeline stage.
-        blocks: Block on each rank of the stage.
-        decision: Sharding of the tensor, and the rule that determined it.
+        stage: Pipeline stage, from 0.
+        blocks: Blocks on the ranks of the stage, see `blocks_of_stage`; a rank may hold several, or none.
+        decision: TP placement of the tensor, and the rule that determined it.
     """
 
     stage: int
@@ -57,7 +58,7 @@ class ShardedModel:
         dims: Mesh dimensions.
         stages: Assignment of layers to stages.
         placements: Placement of each tensor by name.
-        unknown_tensors: Tensors that the model does not have or use; TP replicates them.
+        unknown_tensors: Names of tensors that the model does not have or use; TP replicates them.
         user_plan: Tensor-parallel rules of the user, pattern -> style; None if there are none.
     """
 
@@ -69,12 +70,15 @@ class ShardedModel:
 
     @property
     def unaligned(self) -> list[str]:
-        """Return the tensors with a shard that does not hold whole heads or groups of every part of a fused tensor."""
+        """Return the names of the tensors that are not aligned, see `PlacementDecision.aligned`."""
         return [name for name, placement in self.placements.items() if placement.decision.aligned is False]
 
     @property
     def maybe_fused(self) -> list[str]:
-        """Return the tensors of an unknown class whose output features, along which parts may be fused, are sharded."""
+        """Return the names of the tensors of an unknown class that TP shards along a dim where parts may be fused.
+
+        These are the output features.
+        """
         return [
             name
             for name, placement in self.placements.items()
@@ -118,7 +122,7 @@ class ShardedModel:
 
 
 def read_plan(path: str) -> Mapping[str, Any]:
-    """Read a `--tp-plan` file, or the rules that a `ckptx.json` records.
+    """Read the rules in a `--tp-plan` file, or those that a `ckptx.json` records: pattern -> style, not checked here.
 
     Raises:
         UsageError: The file cannot be read, is not a JSON object, or is a `ckptx.json` without rules.
@@ -158,8 +162,14 @@ def effective_plan(
 ) -> TensorParallelPlan:
     """Return the plan of the user, with the plan of the class as fallback.
 
+    Args:
+        architecture: Class of the model; None if it is unknown, so that it has no plan.
+        config: Contents of `config.json`; None without one.
+        user_plan: Rules of the user, pattern -> style; None to return the plan of the class.
+
     Raises:
         UsageError: The plan of the user is malformed.
+        InputError: See `Architecture.tensor_parallel_plan`.
     """
     class_plan = TensorParallelPlan({}, compositions=compositions_of_unknown_class(config))
     if architecture is not None and config is not None:
@@ -169,14 +179,14 @@ def effective_plan(
 
 @dataclass(slots=True)
 class Sharder:
-    """Sharder of the tensors of one model.
+    """Assigns a pipeline stage and TP shards to the tensors of one model.
 
     Attributes:
         plan: Tensor parallel plan, in model names.
         dims: Mesh dimensions.
         stages: Assignment of layers to stages.
         rules: Rules from tensor names to model names; None if they are the same.
-        replicate: True to store tensors that TP does not shard on every TP rank, False for the first only.
+        replicate: True to store tensors that TP does not shard on every TP rank, False to store them on the first only.
         user_plan: Tensor-parallel rules of the user, which `plan` contains; None if there are none.
     """
 
@@ -192,13 +202,15 @@ class Sharder:
 
         Args:
             tensors: Tensors by name; only shapes and dtypes matter.
-            unknown: Names that the model does not have.
+            unknown: Names that the model does not have or use. Those that belong to one of its weights, as a scale
+                does, are sharded with it; the others are replicated.
         """
         decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
         placements: dict[str, TensorPlacement] = {}
         replicated = []
         unknown_names = frozenset(unknown)
-        stages: dict[str, tuple[int, bool]] = {}  # by model name, which many tensors may share
+        # By model name, which many tensors may share: stage, and True for a layer after the last one.
+        stages: dict[str, tuple[int, bool]] = {}
         # By shape, `id` of the decision, which `placements` keeps alive, and dtype.
         known_blocks: dict[tuple[Shape, int, DType], tuple[Block, ...]] = {}
 
@@ -242,7 +254,7 @@ class Sharder:
 
 
 def _shards_output_features(placement: TensorPlacement) -> bool:
-    """Return True if TP does not shard the last of several dims, the input features of a weight."""
+    """Return True if TP shards a tensor, and not along the last of several dims, the input features of a weight."""
     dims = len(placement.blocks[0].region.sizes)
     sharded = placement.decision.placement
     return sharded is not None and (dims == 1 or sharded.dim < dims - 1)
@@ -255,14 +267,14 @@ class _Decisions:
         self._plan, self._tp, self._rules, self._shapes = plan, tp, rules, shapes
         self._destinations: Mapping[str, Destination | str | None] = {} if rules is None else rules.destinations(shapes)
         self._has_indices = any(part.isdecimal() for pattern in plan.patterns() for part in pattern.split("."))
-        # Conversions that combine or split tensors, rather than only rename them or reorder rows.
+        # Indices of conversions that combine or split tensors, rather than only rename them or reorder rows.
         self._rebuilding_conversions = {
             index
             for index, conversion in enumerate(() if rules is None else rules.conversions)
             if any(op.kind != "permute_rope" for op in conversion.ops)
         }
         self._known: dict[tuple[object, ...], PlacementDecision] = {}
-        self._target_decisions: dict[str, PlacementDecision] = {}
+        self._target_decisions: dict[str, PlacementDecision] = {}  # by name of the model tensor
         self._disk_form_decisions: dict[tuple[str, Shape], PlacementDecision] = {}
         self._pull_back = None if rules is None else PullBack(rules, shapes, self._blocks_of)
 
@@ -279,7 +291,10 @@ class _Decisions:
         return weight is not None and is_in_model(weight)
 
     def _weight_of(self, name: str) -> str | None:
-        """Return the weight that a tensor belongs to, in the same module or with the name it extends; None if none."""
+        """Return the weight that a tensor belongs to: that of its module, or the one whose name its own extends.
+
+        None for a weight or bias, and if there is no such weight.
+        """
         module, _, leaf = name.rpartition(".")
         if leaf in ("weight", "bias"):
             return None

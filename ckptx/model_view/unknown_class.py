@@ -1,4 +1,4 @@
-"""Models of a class that ckptx does not know: what was not checked, and a prefix that all their names share."""
+"""Notes on models of a class that ckptx does not know, and the search for a prefix that all their names share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def unknown_class_note(view: ModelView, config_checkpoint: Catalog, *, accepts_c
 
 
 def note_on_unknown_ties(*views: ModelView) -> tuple[str, ...]:
-    """Return a note on names that a comparison calls missing, which may be tied in a model of an unknown class."""
+    """Return a note on names that a comparison calls missing, which may be tied in a model of an unknown class.
+
+    The note is about the first view with an unknown class and a config; empty if there is none.
+    """
     for view in views:
         architecture = view.disk_architecture
         if architecture is not None and architecture.is_unknown_class and view.config is not None:
@@ -46,7 +49,11 @@ def note_on_unknown_ties(*views: ModelView) -> tuple[str, ...]:
 
 
 def code_advice(code: str | None) -> str:
-    """Return how to use the code of an unknown class; `code` is its `file.Class` in `auto_map`, or None without one."""
+    """Return a clause that advises how to use the code of an unknown class.
+
+    Args:
+        code: Reference to the code in `auto_map`, such as `file.Class`; None if there is none.
+    """
     if code is None:
         return "put its Python code next to config.json, with auto_map, and pass --trust-remote-code"
     return f"pass --trust-remote-code to use its code, {code} of auto_map"
@@ -66,7 +73,8 @@ class SharedPrefix(NamedTuple):
 
     Attributes:
         prefix: The prefix, with the dot at its end.
-        is_absent_in_base: True if the base has most of the same names without it.
+        is_absent_in_base: True if at least half of the names of the base, prefixed with it, are names of the model;
+            False if there is no base that confirms the prefix.
     """
 
     prefix: str
@@ -82,8 +90,9 @@ def shared_prefix_of_unknown_class(view: ModelView, base_names: Collection[str])
             there is none.
 
     Returns:
-        The prefix; None if names share none, if the names of the base have it, too, or for a known class. A prefix
-        that the base does not confirm is not returned if there is no config or if ckptx wrote the names.
+        The prefix. None for a known class or a format that is no training format, if the view already has a prefix, or
+        if the names share none. A prefix that the base does not confirm is also not returned if names of the base occur
+        in the view without it, if there is no config, or if ckptx wrote the checkpoint.
     """
     architecture, is_training_format = view.disk_architecture, view.catalog.traits.is_training_format
     if (architecture is not None and not architecture.is_unknown_class) or not is_training_format:
@@ -101,7 +110,10 @@ def shared_prefix_of_unknown_class(view: ModelView, base_names: Collection[str])
 
 
 def _shared_prefixes(view: ModelView) -> list[str]:
-    """Return the prefixes that all names share, the shortest first; the last component is the name of a parameter."""
+    """Return the prefixes of at most `_MAX_PREFIX_COMPONENTS` components that all names share, the shortest first.
+
+    The last component of a name, which names a parameter, is never part of a prefix.
+    """
     names = iter(view.tensors)
     shared = next(names).split(".")[:-1]
     for name in names:

@@ -46,10 +46,11 @@ class ModelView:
     Attributes:
         catalog: Catalog of the checkpoint.
         config: Config used, that of the checkpoint or of a base; None without one.
-        tensors: Tensors of the model by name, in catalog order; an entry keeps its stored name.
+        tensors: Tensors of the model by name without wrappers and prefix, in catalog order; `name` of an entry is the
+            stored name.
         optimizer: Stored names of optimizer tensors.
         other: Stored names of tensors of neither model nor optimizer.
-        prefix: Prefix removed from model names.
+        prefix: Prefix that was removed from the names of the model, with its dot; empty for none.
         wrappers: Wrapper component -> number of times it was removed, from the names of the model and its optimizer
             state.
         architecture: Class of the model under the names of the checkpoint; None if unknown.
@@ -57,7 +58,8 @@ class ModelView:
         trainer_conversions: Conversions from trainer names to disk names; empty if the names are not a trainer's.
         trainer_buffers: Stored names, which are also in `other`, of buffers of the trainer's model that the class does
             not have on the Hub.
-        unknown: Tensors that the architecture does not have; they pass through.
+        unknown: Names in `tensors` that the architecture does not have; conversions copy these tensors unchanged. Empty
+            if the names of the class are unknown.
         other_models: Other models in the checkpoint, with stored names, which are also in `other`.
         duplicates: Stored name -> other stored name that is the same without wrappers or prefix. The first is not in
             `tensors`, `optimizer` or `other`; whether the two are one tensor is decided by their bytes.
@@ -126,8 +128,11 @@ def view_model(
         code_checkpoint: Checkpoint that `config` and its custom code come from; None for `catalog`.
 
     Raises:
-        InputError: No tensor has the prefix, or there are several complete models and `prefix` is None.
-        UnsupportedError: The tensors are an adapter, or a name has a component "*".
+        InputError: No tensor has the prefix; there are several complete models, `prefix` is None and `allow_several`
+            is not set; or a value in the config is invalid.
+        UnsupportedError: The tensors are an adapter, a name has a component "*", the class cannot be built from the
+            config, or the names are those of a trainer that cannot hold this model.
+        EnvironmentProblem: The class has to be built, and a package for it is missing.
     """
     _refuse_stars(catalog)
     is_own_config = config is None or config is catalog.config
@@ -199,10 +204,15 @@ def view_model_under(
 ) -> ModelView:
     """Find the model under a prefix if the checkpoint has one there, else ignore the prefix.
 
-    Commands that compare two checkpoints use this, because one prefix applies to both.
+    Commands that compare two checkpoints use this, because they apply one prefix to both.
+
+    Args:
+        catalog: Catalog of the checkpoint.
+        prefix: The prefix; None to detect it.
+        config, trust_remote_code, code_checkpoint: See `view_model`.
 
     Raises:
-        InputError, UnsupportedError: See `view_model`.
+        InputError, UnsupportedError, EnvironmentProblem: See `view_model`.
     """
     find_view = partial(
         view_model, catalog, config=config, trust_remote_code=trust_remote_code, code_checkpoint=code_checkpoint
@@ -246,7 +256,10 @@ def _belongs_to_weight(name: str, architecture: Architecture) -> bool:
 
 
 def _add_inferred_class(config: dict[str, Any], catalog: Catalog, notes: list[str]) -> dict[str, Any]:
-    """Add the class inferred from tensor names to a config that names only the model type."""
+    """Return a config that names only the model type with the class that the tensor names suggest, and add a note.
+
+    If no class fits, return the config unchanged.
+    """
     inferred = infer_class(config, catalog.tensors)
     if inferred is None:
         return config
@@ -261,10 +274,11 @@ def _find_model_names(
     prefix: str | None,
     notes: list[str],
 ) -> ModelNames:
-    """Return the model names in a checkpoint; in an HF checkpoint every name is a model name.
+    """Find the model in the names of a checkpoint; in an HF checkpoint, every tensor belongs to the model.
 
     Names of an HF checkpoint do not change, unless the class knows them only without wrappers: trainers also save the
-    state dict of a compiled model as `model.safetensors`.
+    state dict of a compiled model as `model.safetensors`. Names do not change either if the manifest records that they
+    came from an HF checkpoint.
     """
     unchanged_names = UnwrappedNames({name: name for name in catalog.tensors}, {})
     unchanged = unchanged_names, Models(Roles("", unchanged_names.names, [], []))
@@ -320,7 +334,7 @@ def _unwrap_unknown_names(catalog: Catalog, architecture: Architecture | None) -
 
 
 def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) -> bool:
-    """Return True if the manifest records that all `names` came from an HF checkpoint."""
+    """Return True if the manifest records that all `names` came from an HF checkpoint, as such or as a tied name."""
     recorded_tensors, original = manifest.tensors, manifest.original
     if original is None or not recorded_tensors.keys() >= catalog.tensors.keys():
         return False
@@ -328,7 +342,7 @@ def _are_original_names(names: list[str], catalog: Catalog, manifest: Manifest) 
 
 
 def rules_of(view: ModelView) -> NameRules | None:
-    """Return the rules between disk names and model names; None if the class is unknown.
+    """Return the rules between disk names and model names; None without a config or if the class is unknown.
 
     Rules cache their lookups, so one instance is shared for each view.
     """
@@ -359,7 +373,7 @@ def read_valid_manifest(catalog: Catalog, notes: list[str]) -> Manifest | None:
     """Return the manifest of a checkpoint that ckptx wrote; None if there is none or it does not describe the files.
 
     Args:
-        catalog: Catalog of the checkpoint; the manifest in a format other than DCP or sharded safetensors is not read.
+        catalog: Catalog of the checkpoint; if ckptx writes no manifest in its format (`has_manifest`), none is read.
         notes: Receives one line if a manifest is ignored because it is damaged or describes other files.
 
     Raises:
@@ -389,9 +403,15 @@ def read_valid_manifest(catalog: Catalog, notes: list[str]) -> Manifest | None:
 
 
 def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
-    """Locate every block of the model tensors; archives of other tensors are not opened.
+    """Return the view with the position of every chunk of the model tensors, also those of `model_duplicates`.
 
-    `lazy` is passed to `locate_payloads`.
+    Formats with `torch.save` archives, such as DCP, require it before tensors are read. Archives of other tensors are
+    not opened.
+
+    Args:
+        view: View of the model.
+        files: Open files of the checkpoint.
+        lazy: See `locate_payloads`.
     """
     if not view.catalog.traits.has_archives:
         return view
@@ -407,7 +427,7 @@ def locate_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) 
 
 
 def locate_all_archives(view: ModelView, files: SourceFiles, *, lazy: bool = False) -> ModelView:
-    """Locate every block of the checkpoint, including optimizer state."""
+    """Return the view with the position of every chunk of the checkpoint, including optimizer state."""
     from ckptx.formats.dcp.reader import locate_payloads
 
     located = locate_payloads(view.catalog, files, lazy=lazy)
@@ -416,7 +436,11 @@ def locate_all_archives(view: ModelView, files: SourceFiles, *, lazy: bool = Fal
 
 
 def compare_replicas(catalog: Catalog, files: SourceFiles) -> None:
-    """Compare blocks that several ranks stored.
+    """Compare the bytes of regions of tensors that several ranks stored.
+
+    Args:
+        catalog: Catalog of the checkpoint, with every chunk located.
+        files: Open files of the checkpoint.
 
     Raises:
         InputError: Two replicas differ.
@@ -453,9 +477,9 @@ def resolve_duplicates(view: ModelView, files: SourceFiles, *, with_state: bool)
     to the same name.
 
     Args:
-        view: Model with every block located; with `with_state`, also those of its state.
+        view: View in which every chunk of the model, and with `with_state` of its state, is located.
         files: Files of the checkpoint.
-        with_state: True to compare training state as well.
+        with_state: True to compare duplicates of training state as well.
 
     Raises:
         InputError: The bytes under two names of one tensor differ.
@@ -511,10 +535,16 @@ def decide_ties(
 ) -> list[TieDecision]:
     """Decide every tied pair of the architecture; bytes are read only if both tensors are on disk.
 
-    `accepted_problems` is passed to `resolve_ties`.
+    Args:
+        view: View in which every chunk of the model is located.
+        files: Open files of the checkpoint.
+        tie_missing, accepted_problems: See `resolve_ties`.
+
+    Returns:
+        A decision for each pair, in the order of `Architecture.ties`; empty without a class or config.
 
     Raises:
-        InputError: A required tensor is missing and not declared tied, and `accepted_problems` is None.
+        InputError: See `resolve_ties`.
     """
     if view.architecture is None or view.config is None:
         return []
