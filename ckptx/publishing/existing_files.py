@@ -1,6 +1,6 @@
 """Decide whether existing files have the contents that a run would write, by their bytes instead of a manifest.
 
-A manifest is not proof: whoever changed the files could have changed it, too.
+A manifest is not proof: whoever changed the files could have changed the manifest, too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ckptx.transfer.stream import TensorReader
 def compare_existing_files(target: Source, plan: CopyPlan, source: SourceFiles, max_memory: int) -> CopyResult | None:
     """Return the digests and overflows that a copy would have, if files that were written before have the same bytes.
 
-    The source and the files, as a loader reads them, are read up to the first difference.
+    Both the source and the existing files, these as a loader reads them, are read up to the first difference.
 
     Args:
-        target: The directory of the files.
+        target: The directory of the existing files.
         plan: The plan of the copy.
         source: Files of the source.
-        max_memory: Memory limit for buffers, in bytes.
+        max_memory: Memory limit for buffers, in bytes; one half is for reading the source, the other for the files.
 
     Returns:
-        The result, without digests of files; None if the files of `plan` in `target` have other bytes than a copy would
-        write, or cannot be read as a checkpoint.
+        The result of the copy, with empty `file_digests`; None if the files of `plan` in `target` have other bytes than
+        a copy would write, or cannot be read as a checkpoint.
 
     Raises:
         InputError: The source is corrupt.
@@ -81,7 +81,7 @@ def _digest_combinations(
     Args:
         step: Copy step that wrote the tensor.
         existing_files: Files of the output.
-        in_archives: True if each chunk is in a `torch.save` archive of its own, as in a DCP.
+        in_archives: True if each chunk of a tensor is in a `torch.save` archive of its own, as in a DCP.
         max_memory: Limit for the buffers of strided reads, in bytes.
     """
     reader = TensorReader(existing_files, max_memory)
@@ -96,7 +96,10 @@ def _digest_combinations(
 
 
 def _combine_chunks(entry: TensorEntry) -> Iterator[tuple[Chunk, ...]]:
-    """Yield the chunks of a tensor, then again with replicas in place of equal chunks, until each was used."""
+    """Yield sets of chunks that each make up the whole tensor, so that every chunk and every replica is in one of them.
+
+    The first set has no replicas; in each of the next, replicas replace the chunks of their regions.
+    """
     chunks = entry.chunks
     if not isinstance(chunks, ShardedChunks):
         yield tuple(chunks)

@@ -1,4 +1,7 @@
-"""Check that a directory may become the output: empty, separate from the input, not a mount point."""
+"""Check that a directory may become the output: new, empty or to be overwritten, not a mount point, outside the input.
+
+Messages call the output DST, as the help of the command line does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists and is not a directory, is not empty unless `overwrite` is set, or cannot be renamed.
+    """Refuse an existing target that is not a directory, is not empty unless `overwrite` is set, or cannot be renamed.
 
     Raises:
         OutputError: It is not a directory, cannot be listed, is or contains a mount point or the current directory, or
@@ -57,7 +60,10 @@ def refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def _is_mount_in(mount: Path, target: Path) -> bool:
-    """Return True for a mount point at or inside `target`."""
+    """Return True if `mount` is a mount point at or inside `target`.
+
+    `mount` is a path that the kernel lists as a mount point, or `target` itself.
+    """
     if mount == target:
         return mount in _mount_points() or os.path.ismount(mount)
     return target in mount.parents
@@ -90,9 +96,14 @@ def refuse_overlap(source: Path, target: Path) -> None:
 
 
 def refuse_files_inside(files: Iterable[Path], target: Path) -> None:
-    """Refuse a target that contains a file of the input, links resolved, or that is in the Hub cache directory of one.
+    """Refuse a target that contains the directory of an input file, links resolved, or overlaps its Hub cache.
 
-    A snapshot in the Hub cache contains links into the sibling `blobs`: replacing `blobs` would delete the weights.
+    A snapshot in the Hub cache contains links into the sibling `blobs`: replacing `blobs` would delete the weights. So
+    a target inside the cache directory of a model with such a file is refused, too.
+
+    Args:
+        files: Paths of files of the input.
+        target: Directory of the output.
 
     Raises:
         OutputError: Target and input overlap.

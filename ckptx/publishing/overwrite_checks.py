@@ -1,8 +1,8 @@
 """Check that `--overwrite` replaces only a checkpoint, without deleting unrelated files.
 
-A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars and trainer state are
-recognized by name; other files that ckptx wrote are recognized by the digest in its manifest, unless they were edited.
-Any other file, at any depth, is unrelated to the checkpoint.
+A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars (config, tokenizer and other
+files next to the weights) and trainer state are recognized by name; other files that ckptx wrote are recognized by the
+digest in its manifest, unless they were edited. Any other file, at any depth, is unrelated to the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _WEIGHTS = re.compile(
     r"(pytorch_model|adapter_model|consolidated|tf_model|flax_model|model)([-_.][\w.-]+)?"
     r"\.(bin|pt|pth|h5|msgpack|onnx|onnx_data)|shard-\d+-model-\d+-of-\d+\.\w+"
 )
-# Subdirectories of trainers and of the Hub client, and the names that are allowed in them.
+# Relative paths of subdirectories of trainers and of the Hub client, and the file names that are allowed in them; None
+# for those that are allowed at the top.
 _KNOWN_DIRECTORIES = (
     (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
     (re.compile("|".join(sorted(TRAINER_STATE_DIRECTORIES))), re.compile(r"[\w.-]+\.(pt|json)")),
@@ -50,8 +51,8 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
 
     Args:
         target: The directory.
-        backup: Another directory; files that are also in it, with the same name and bytes, may be replaced. None
-            allows no such files.
+        backup: A directory with copies of files of `target`; a file with a copy there, of the same name and bytes, may
+            be replaced even if it is unrelated. None for no copies.
 
     Raises:
         OutputError: It is not a checkpoint, or contains unrelated files, of which the message names up to three.
@@ -89,8 +90,11 @@ def list_removed_files(target: Path, written_names: Collection[str]) -> list[str
     a file, and only those that the new output does not have are listed.
 
     Args:
-        target: Directory that will be replaced; may be absent.
+        target: Directory that will be replaced.
         written_names: Names of the files of the new output.
+
+    Returns:
+        Relative paths, sorted; empty if the target is absent or cannot be listed.
     """
     resolved = Path(os.path.realpath(target))
     digests = _read_digests(resolved)
@@ -109,7 +113,13 @@ def list_removed_files(target: Path, written_names: Collection[str]) -> list[str
 
 
 def removal_note(target: Path, names: Sequence[str], *, dry_run: bool) -> str:
-    """Return the note that lists the files that were lost when a checkpoint was replaced."""
+    """Return the note that lists files that are lost when a checkpoint is replaced.
+
+    Args:
+        target: The replaced directory.
+        names: Result of `list_removed_files`, not empty.
+        dry_run: True if nothing is replaced, and the note says what would be removed.
+    """
     verb = "would remove" if dry_run else "removed"
     listed = ", ".join(one_line(name) for name in names[:_MAX_REMOVED])
     more = f" and {len(names) - _MAX_REMOVED} more" if len(names) > _MAX_REMOVED else ""
@@ -127,7 +137,7 @@ def refuse_input_files(catalog: Catalog, target: Path) -> None:
 
 
 def _is_checkpoint(root: Path) -> bool:
-    """Return True if a directory can be opened as a checkpoint, and not only a directory in it."""
+    """Return True if a directory is itself a checkpoint that can be opened, rather than containing one."""
     try:
         return local_path(open_checkpoint(root).root).samefile(root)
     except (CkptxError, OSError):
@@ -163,7 +173,7 @@ def _iterate_unrelated_files(
 
 
 def is_known_name(name: str) -> bool:
-    """Return True if a relative path is that of a usual file of a checkpoint."""
+    """Return True if a relative path is usual for a file of a checkpoint: weights, a sidecar or trainer state."""
     path = PurePosixPath(name)
     base, directory = path.name, str(path.parent)
     if directory == ".":

@@ -46,10 +46,12 @@ class Job:
     Attributes:
         plan: Copy plan of the tensor files.
         source: The checkpoint from which tensors are read.
-        sidecars: Name in the output -> file to copy, or bytes to write.
-        settings: Settings other than `plan` that determine the bytes; a run resumes another only if they are equal.
-        build_manifest: Returns the manifest without `files` and `sidecars` from the result of the copy.
-        opened_catalog: Catalog of the source as it was when it was opened.
+        sidecars: Name in the output -> file to copy, or bytes to write, for files other than tensor files and markers.
+        settings: Options of the command other than `plan` that determine the bytes, by name; a run resumes another only
+            if their `repr` is equal.
+        build_manifest: Returns the manifest without `files` and `sidecars`, as a JSON object with the key `tensors`,
+            from the result of the copy.
+        opened_catalog: Catalog of the source as it was when it was opened, before chunks were located or converted.
         are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again; True if the
             conversion would treat them as it did.
         validate_result: Raises an error if the result of the copy shows that the source cannot be converted.
@@ -121,20 +123,22 @@ def publish(
         max_memory: Memory limit of the buffers for non-contiguous tensors, in bytes.
         overwrite: Replace an existing target.
         resume: Resume an interrupted run.
-        on_progress: Called periodically with the number of bytes written.
-        processes: The other processes that write the same output; None for a single process.
-        other_sources: Other checkpoints from which the output is made.
+        on_progress: Called periodically with the number of bytes written so far.
+        processes: The processes that write the same output, this one included; None for a single process.
+        other_sources: Other checkpoints from which the output is made, such as the one with the config.
         check_replaceable: Raises OutputError for a directory that must not be replaced.
         claim: Returns the context manager that makes this process the only one that writes the target, and yields its
             `Publisher`; by default a staging directory next to it on a local file system.
 
     Returns:
-        The result of the copy, which wrote nothing if `resume` is set and the output was complete already. None on
-        other ranks than 0 in that case.
+        The result of the copy, on other ranks than 0 for the files that the rank wrote. If `resume` is set and the
+        output was complete already, nothing is written: then `was_complete` is True on rank 0, and the others return
+        None.
 
     Raises:
         OutputError, SpaceError: The output cannot be written, or another process changed it.
         InputError: The source is corrupt, or changed while it was read.
+        CkptxError: An error of `Job.validate_result` or `Job.check_staged_files`.
     """
     identities = collect_identities(job.source, *other_sources)
     if processes is not None and processes.rank:
@@ -215,7 +219,14 @@ def _leftover_path(staging: Publisher) -> str:
 
 
 def _encode_job_manifest(job: Job, result: CopyResult, files: Mapping[str, Any], sidecars: Mapping[str, Any]) -> bytes:
-    """Return the bytes of `ckptx.json`: the manifest of the job, with size and digest of each file."""
+    """Return the bytes of `ckptx.json`: the manifest of the job, with size and digest of each file.
+
+    Args:
+        job: The job.
+        result: Result of the copy.
+        files: Name of each tensor file and marker -> its `bytes` and `digest`.
+        sidecars: The same for each sidecar.
+    """
     manifest = job.build_manifest(result)
     tensors = manifest.pop("tensors")
     return encode_manifest({**manifest, "files": files, "sidecars": sidecars, "tensors": tensors})
@@ -233,7 +244,11 @@ def manifest_size(job: Job) -> int:
 
 
 def _prepare_staging(job: Job, staging: Publisher, identities: FileIdentities, resume: bool) -> bool:
-    """Prepare the staging directory; return True if an interrupted run of the same job is resumed."""
+    """Prepare the staging directory; return True if an interrupted run of the same job is resumed.
+
+    Raises:
+        SpaceError: The file system has too little space for the files that are still to be written.
+    """
     plan = _describe_plan(job, identities)
     resumed = staging.begin(plan, resume)
     if resumed:
@@ -243,7 +258,7 @@ def _prepare_staging(job: Job, staging: Publisher, identities: FileIdentities, r
 
 
 def _describe_plan(job: Job, identities: FileIdentities) -> bytes:
-    """Return what has to be equal for a run to resume another: one line for the source, the files, and each setting."""
+    """Return the plan for `Publisher.begin`: a line for the source, one for the plan, and one for each setting."""
     settings = [f"{name}={value!r}" for name, value in sorted(job.settings.items())]
     return "\n".join([repr(identities.describe_tensor_files()), _digest_plan(job.plan), *settings]).encode()
 
@@ -328,7 +343,7 @@ def _check_staged_files(job: Job, result: CopyResult, staging: Publisher, expect
 
 
 def _describe_job(job: Job, files: SourceFiles) -> dict[str, str]:
-    """Return the values that must be equal on all ranks before any rank writes."""
+    """Return the values that `is_same_source` compares between ranks before any rank writes."""
     return describe_source(job.source, files, _digest_plan(job.plan), repr(sorted(job.settings.items())))
 
 
@@ -338,7 +353,7 @@ def _write_other_files(
     """Write all files but the tensor files: sidecars, markers, and finally the manifest.
 
     Returns:
-        The files that were written by name, as `Publisher.publish` takes them.
+        The expected state of each of these files by name, as `Publisher.publish` takes it.
     """
     expected: dict[str, ExpectedFile] = {}
 
@@ -397,10 +412,12 @@ def _find_existing_result(
 ) -> CopyResult | None:
     """Return the result that a copy would have if the target is already complete, or None if it is not.
 
-    Checks the manifest at the target, the files on disk, and that a new run would write the same manifest.
+    This checks the manifest at the target, the files on disk, and that a new run would write the same manifest.
 
     Raises:
-        InputError: The source is corrupt, changed during the run, or has values that cannot be cast.
+        InputError: The source is corrupt, or changed during the run.
+        CkptxError: An error of `Job.validate_result`.
+        OutputFailure: The storage of the target failed.
     """
     manifest = _read_target_manifest(staging)
     if manifest is None or not is_complete(staging.target_source, manifest, job):
@@ -435,7 +452,14 @@ def _read_target_manifest(staging: Publisher) -> Manifest | None:
 
 
 def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: FileIdentities) -> bool:
-    """Return True if tensor files, markers and sidecars at the target have the expected bytes; reads all of them."""
+    """Return True if all files at the target but the manifest have the expected bytes; reads all of them.
+
+    Tensor files are compared with the digests in the manifest at the target, markers and sidecars with those of the
+    job.
+
+    Raises:
+        OutputFailure: The storage of the target failed.
+    """
     try:
         expected_digests = {name: file.digest for name, file in manifest.files.items()}
         expected_digests |= {name: bytes_digest_hex(data) for name, data in job.markers}
@@ -451,7 +475,13 @@ def is_intact(staging: Publisher, manifest: Manifest, job: Job, identities: File
 
 
 def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
-    """Return True if names, dtypes, sizes and markers match the job, without other weights; reads no tensor data."""
+    """Return True if names, dtypes, sizes and markers at the target match the job, and there are no other weights.
+
+    No tensor data is read, and no digest of a tensor is compared.
+
+    Raises:
+        OutputFailure: The storage of the target failed.
+    """
     expected_sizes = {file.name: file.nbytes for file in job.plan.files} | {
         name: len(data) for name, data in job.markers
     }

@@ -1,13 +1,15 @@
 """The interface for publishing an output: claim the target, write, then publish atomically or discard.
 
-    with CLAIM(target, overwrite=..., resume=...) as publisher:      refused while another run has claimed the target
-        resumed = publisher.begin(plan, resume)                      creates output and journal
-        ...                                                          files are written into publisher.output
-        publisher.publish(expected)                                  checked, durable, and visible atomically
+    with claim(target, overwrite=..., resume=..., check_replaceable=...) as publisher:
+                                                                 # refused while another run has claimed the target
+        resumed = publisher.begin(plan, resume)                  # creates output and journal
+        ...                                                      # files are written into publisher.output
+        publisher.publish(expected)                              # checked, durable, and visible atomically
 
-On a local disk this is a hidden directory and a rename (`Staging`). A bucket has no rename: a claim object would be
-the lock, data objects would have their final names, and the marker that loaders look for would be written last, on the
-condition that it does not exist.
+A claim makes one run the only one that writes the target. On a local disk it is the lock of a hidden directory, which a
+rename publishes (`Staging`), and this is the only implementation. An object store has no rename: there, a claim object
+would be the lock, data objects would have their final names, and the marker that loaders look for would be written
+last, on the condition that it does not exist.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ class Publisher(Protocol):
         """The current files at the target."""
 
     def digest_target_file(self, name: str) -> str:
-        """Return the digest of a file at the target, without following a link out of it.
+        """Return the digest of a file at the target, in hex, without following links.
 
         Raises:
-            CkptxError, OSError: It cannot be read, or a component of its path is a link.
+            CkptxError, OSError: The file cannot be read, or a component of its path is a link.
         """
 
     @property
@@ -70,6 +72,10 @@ class Publisher(Protocol):
 
     def begin(self, plan: bytes, resume: bool) -> bool:
         """Prepare `output` and `journal` for a run with this plan.
+
+        Args:
+            plan: Bytes that describe all that determines the output; a run resumes another only if they are equal.
+            resume: True to resume an interrupted run; False to discard its files.
 
         Returns:
             True if `resume` is set and an interrupted run of the same plan is resumed.
@@ -108,7 +114,7 @@ class Publisher(Protocol):
         """
 
     def discard(self) -> None:
-        """Remove all files of this run."""
+        """Remove all files of this run that were not published; see `leftover` for those that cannot be removed."""
 
 
 class Claim(Protocol):

@@ -18,8 +18,8 @@ from ckptx.untrusted.remote_name import refuse_remote
 
 GENERATOR = '<meta name="generator" content="ckptx">'
 _HEAD_NBYTES = 4096  # bytes at the beginning that identify a report or page
-# The first fields of `report.Report`, with the first word of every command in `options.commands`; "usage" is the
-# command of a report on a wrong call.
+# Beginning of a JSON report, with the first fields of `Report`. The alternatives for "command" are the first words of
+# all commands of the command line; "usage" is the command of a report on a wrong call.
 _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
     rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
@@ -35,7 +35,7 @@ _OLD_PAGE = re.compile(
 
 
 def check_report_path(path: str | Path) -> None:
-    """Check that a report or page may be written to a path, before any other work.
+    """Check that a report or page may be written to a path; commands call this before any other work.
 
     Raises:
         OutputError: The path exists and is not a report or page of ckptx, or its directory is missing.
@@ -76,7 +76,7 @@ def is_earlier_output(file: OpenFile) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a report or page atomically.
+    """Write a report or page atomically, in UTF-8; characters that UTF-8 cannot encode become `?`.
 
     Raises:
         OutputError: The path is not allowed or cannot be written.

@@ -1,8 +1,9 @@
 """Compare the current contents of a source with the contents that were copied.
 
-Changing mode, owner or hard links of a file changes its change time, and so does rewriting it in place and setting its
-modification time back (`rsync --inplace --times`, `touch -r`). Only the contents distinguish the two, so files with a
-new change time, and only those, are read again.
+The change time (ctime) of a file changes with its mode, owner or hard links, and also if the file is rewritten in place
+and its modification time set back (`rsync --inplace --times`, `touch -r`). Only the contents distinguish the two cases.
+So files whose change time alone differs (touched files) are read again. Files with another size, modification time or
+inode count as changed without reading them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def require_unchanged(
     """Check that the source is unchanged since it was copied.
 
     Args:
-        identities: Identities of its files when it was opened; those of unchanged files are updated.
+        identities: Identities of the files of the source and of other checkpoints when they were opened. Those of
+            touched files whose contents turn out to be unchanged are updated.
         plan: Plan of the copy.
-        digests: Digest of each copied tensor, by target name.
+        digests: Digest of each copied tensor in hex, by target name; tensors without one, which another process copied,
+            are not compared.
         files: Files of the source.
         opened_catalog: Catalog of the source as it was when it was opened.
         are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again; True if the
@@ -79,14 +82,14 @@ def require_unchanged(
 
 
 def _is_config_unchanged(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:
-    """Return True if the config file still equals the config of every checkpoint that was opened with it."""
+    """Return True if the config file still has the contents of `config` of every catalog that was opened with it."""
     directory = config.location.parent
     config_users = [each for each in catalogs if each.config is not None and config_source(each).location == directory]
     return all(read_json_object(*config) == each.config for each in config_users)
 
 
 def _has_same_catalog(opened: Catalog) -> bool:
-    """Return True if opening the checkpoint again gives the same headers."""
+    """Return True if opening the checkpoint again gives the same tensors, positions, objects, config and headers."""
     try:
         reopened = open_checkpoint(opened.source.with_location(opened.opened_from or opened.root).without_cache())
     except StorageFailure:

@@ -14,8 +14,8 @@ from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
 from ckptx.transfer.digest import leaf_digest, tree_digest
 
-# Number and size of the samples of tensor data that ranks compare before they begin, spread evenly over the files:
-# enough to distinguish two steps of a training run, and fast to read.
+# Number of samples of tensor data, and their size in bytes, that ranks compare before they begin, spread evenly over
+# the files: enough to distinguish two steps of a training run, and fast to read.
 _SAMPLE_COUNT, _SAMPLE_NBYTES = 512, 256
 
 
@@ -26,7 +26,7 @@ class FileIdentities:
     Attributes:
         catalogs: The checkpoints; the first is the source.
         files: The files, by location.
-        by_location: Identity of each file, by location.
+        by_location: Identity of each of these files when its checkpoint was opened, or when `accept` was called.
     """
 
     catalogs: tuple[Catalog, ...]
@@ -61,24 +61,25 @@ class FileIdentities:
         return touched
 
     def accept(self, touched: Mapping[Location, FileIdentity]) -> None:
-        """Replace the identities of files whose contents are unchanged by their current ones, from `find_touched`."""
+        """Record the current identities, from `find_touched`, of files whose contents turned out to be unchanged."""
         self.by_location.update(touched)
 
     def describe_tensor_files(self) -> list[tuple[str, tuple[int | str, ...], tuple[int | str, ...]]]:
-        """Return name, version and inode of each tensor file; if they differ, a resumed run starts over.
+        """Return name, version and inode of each tensor file of the source; if they differ, a resumed run starts over.
 
-        If they are equal, contents that are reused are compared, because these values do not reveal a file that was
-        rewritten in place.
+        If they are equal, the resumed run still compares the tensors that it reuses, because these values do not reveal
+        a file that was rewritten in place.
         """
         identities = ((name, self.source.identities[name]) for name in self.source.files)
         # Without the device number, which may change when a disk is mounted again.
         return [(name, identity.version, identity.device_and_inode[1:]) for name, identity in identities]
 
     def iterate_blocks(self, data: StoredFile | bytes, size: int) -> Iterator[bytes]:
-        """Iterate over bytes, or the contents of a file, `size` bytes at a time.
+        """Iterate over bytes, or the contents of a file, at most `size` bytes at a time.
 
         Raises:
-            InputError: The file cannot be read, or has changed.
+            InputError: The file cannot be read, or differs from its recorded identity; a file without one is not
+                checked.
         """
         if isinstance(data, bytes):
             for offset in range(0, len(data), size):
@@ -106,16 +107,17 @@ def collect_identities(source: Catalog, *others: Catalog) -> FileIdentities:
 
 
 def describe_source(source: Catalog, files: SourceFiles, *values: str) -> dict[str, str]:
-    """Return the values that the ranks of a run compare before they begin.
+    """Return the values that the ranks of a run compare before they begin, see `is_same_source`.
 
     Args:
         source: The checkpoint as this rank opened it.
-        files: Its files.
-        values: Other values that must be equal.
+        files: Open files of the checkpoint.
+        values: Other strings that must be equal.
 
     Returns:
-        `digest`, of headers, sizes, times, samples of the data, and `values`; `mount`, equal for processes on one
-        machine with the same mounts; and `inodes`, a digest of the inodes of the files, to compare if `mount` is equal.
+        `digest`, of headers, sizes, modification times, samples of the data, and `values`; `mount`, equal for processes
+        on one machine with the same mounts, or empty; and `inodes`, a digest of device and inode of the files, which is
+        compared only if `mount` is equal.
     """
     states = [(name, source.identities[name].version) for name in source.files]
     leaves = [leaf_digest(text.encode("utf-8", "surrogatepass")) for text in (repr(states), *values)]
@@ -136,7 +138,7 @@ def is_same_source(other: Mapping[str, str], own: Mapping[str, str]) -> bool:
 
 
 def header_strings(source: Catalog) -> Iterator[str]:
-    """Yield strings that are equal for checkpoints with the same tensors, objects, config and other headers."""
+    """Yield strings that are equal for checkpoints with the same tensors, positions, objects, config and headers."""
     for name, entry in source.tensors.items():
         chunks = entry.chunks
         chunk_list = chunks.archives if isinstance(chunks, LazyChunks) else chunks
@@ -155,7 +157,7 @@ def _iterate_samples(source: Catalog, files: SourceFiles) -> Iterator[bytes]:
 
 
 def _sample_offsets(nbytes: int, count: int) -> Iterable[int]:
-    """Return evenly spaced sample positions in a file, including its end."""
+    """Return at most `count` evenly spaced offsets of samples in a file, the last of which ends with the file."""
     last = max(0, nbytes - _SAMPLE_NBYTES)
     return sorted({last * index // (count - 1) for index in range(count)})
 

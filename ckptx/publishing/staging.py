@@ -1,13 +1,17 @@
 """Publish a directory atomically: stage next to the target, lock, fsync, rename.
 
-    parent/.NAME.ckptx-partial/lock         locked by flock during a run; without lock support, signed by the run
+    parent/.NAME.ckptx-partial/lock         locked by flock during a run; without lock support, has the run's signature
                                plan         plan of the output, which must be equal for a resumed run
                                aside        inode of the directory that an overwrite moves to parent/.NAME.ckptx-old
                                journal/     digests of finished tensors, one file per step range
                                tree/        becomes parent/NAME by one rename; its commit marker is written last
 
-A refused or failed run removes all of it. A killed one leaves it, and the next run resumes it or starts over. Programs
-that look for checkpoints do not find it: the name is hidden, and no loader descends into `tree`.
+A refused or failed run removes this staging directory. A killed run leaves it, and the next run resumes it or starts
+over. Programs that look for checkpoints do not find it: the name is hidden, and no loader descends into `tree`.
+
+An overwrite exchanges `tree` and the old target in one system call. Where this is not supported, it needs two renames:
+the old target to parent/.NAME.ckptx-old, then `tree` to parent/NAME. If the run is killed between them, the next run
+moves the old target back.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from ckptx.storage.staging_paths import staging_paths
 from ckptx.transfer.digest import file_digest
 from ckptx.wording import human_bytes
 
-_RENAME_EXCHANGE = 2
-# Descriptors that are kept for removing the staging directory, for a run that fails because too many files are open.
+_RENAME_EXCHANGE = 2  # flag of the system call renameat2
+# Number of descriptors that are kept open until the staging directory is removed, so that a run that fails because too
+# many files are open can still remove it.
 _SPARE_DESCRIPTORS = 8
 _MAX_CLAIM_ATTEMPTS = 100  # attempts to claim a directory that another run is about to remove
 
@@ -43,13 +48,14 @@ class Staging:
     by descriptors once it is claimed: a directory that replaces it later is neither written to nor published.
 
     Attributes:
-        target: Path to be published, with links resolved.
-        root: The staging directory.
+        target: Path of the output, which `publish` creates or replaces, with links resolved.
+        root: Path of the staging directory.
         tree_path, journal_path: Paths of the tree and the journal, for reading.
         output, journal: Handles of the tree and the journal, for writing; available after `begin`.
         is_locked: False if the file system does not support locks: then another run can take over the directory, which
             this one detects before it publishes.
-        leftover: The staging directory if `discard` could not remove it; else None.
+        leftover: Path of the staging directory if `discard` could not remove it; else None.
+        replaced_plan: Plan of the interrupted run that `begin` discarded although `resume` was set; else None.
     """
 
     output: DirectoryHandle
@@ -65,17 +71,21 @@ class Staging:
         resume: bool = False,
         check_replaceable: Callable[[Path], None] = lambda target: None,
     ) -> None:
-        """Claim the target. With `resume` the target may exist: the caller checks whether it is complete.
+        """Claim the target.
+
+        With `resume`, the target may exist and not be empty: the caller checks whether it is complete already, and
+        calls `refuse_existing_target` if it is not.
 
         Args:
             target: Directory to publish.
             overwrite: Replace an existing target.
             resume: Resume an interrupted run.
-            check_replaceable: Raises OutputError for a directory that must not be replaced.
+            check_replaceable: Raises OutputError for a directory that must not be replaced; called right before an
+                overwrite replaces the target.
 
         Raises:
-            OutputError: The target exists and must not be overwritten, another run is writing it, or its parent is
-                not writable.
+            OutputError: The target exists and must not be overwritten, another run is writing it, its parent is not
+                writable, or there is a directory that ckptx did not create at the path of the staging directory.
             SpaceError: The storage is full.
         """
         self.target = Path(os.path.realpath(target))
@@ -126,7 +136,11 @@ class Staging:
             os.close(self._lock)
 
     def _acquire(self) -> None:
-        """Open the staging directory, and lock it for this run."""
+        """Open the staging directory, creating it if it does not exist, and lock it for this run.
+
+        Raises:
+            OutputError: Another run has locked it, ckptx did not create it, or it cannot be created.
+        """
         last_error: CkptxError = OutputError(
             f"{self.root}: was removed by another process {_MAX_CLAIM_ATTEMPTS} times; wait for it and run again"
         )
@@ -216,9 +230,12 @@ class Staging:
         return self.is_locked or self._root.read("lock") == self._signature
 
     def _repair_interrupted_overwrite(self) -> None:
-        """Restore the old directory if a run was killed between the two renames of an overwrite.
+        """Restore the old target if a run was killed between the two renames of an overwrite; else remove it.
 
-        It is recognized by the inode that the run recorded before; any other directory of that name is not touched.
+        The old target is recognized by the inode that the run recorded before in `aside`.
+
+        Raises:
+            OutputError: There is anything else at its path, which is not touched.
         """
         status = self._parent.stat(self._old_name)
         if status is not None:
@@ -238,6 +255,7 @@ class Staging:
             self._root.remove(name)
 
     def _discard_if_unused(self) -> None:
+        """Remove the staging directory if this run has locked it and it has no files of an interrupted run."""
         self._free_spare_descriptors()
         with suppress(CkptxError):
             if self._lock >= 0 and self._root.list_names() == ["lock"]:
@@ -262,7 +280,7 @@ class Staging:
         return LocalSource(self.target)
 
     def digest_target_file(self, name: str) -> str:
-        """Return the digest of a file at the target; links are refused."""
+        """Return the digest of a file at the target, in hex; links are refused."""
         with DirectoryHandle.open_path(self.target) as directory, directory.open_file(name) as file:
             return file_digest(file).hex()
 
@@ -271,11 +289,7 @@ class Staging:
         refuse_existing(self.target, overwrite)
 
     def begin(self, plan: bytes, resume: bool) -> bool:
-        """Prepare the tree and the journal for a run with this plan.
-
-        Returns:
-            True if an interrupted run of the same plan is resumed.
-        """
+        """Prepare the tree and the journal for a run with this plan; see `Publisher.begin`."""
         old_plan = self._root.read("plan", max(len(plan) + 1, 1 << 20)) if resume else None
         is_resumed = old_plan == plan
         if not is_resumed:
@@ -308,8 +322,8 @@ class Staging:
             expected: Every file that must exist, by name; None accepts any regular files.
 
         Raises:
-            OutputError: Files are missing or were changed, the staging directory was removed or replaced, or another
-                process created the target.
+            OutputError: Files are missing or were changed, the staging directory was removed or replaced, another
+                process created the target, or the old target must not be replaced or got new files.
             SpaceError: The storage is full.
         """
         try:
@@ -379,7 +393,11 @@ class Staging:
             return False
 
     def _undo_publish(self) -> None:
-        """Undo the rename and raise an error, because the target is not the directory that was written."""
+        """Move the tree back if it can be found, and raise an error: the target is not the directory that was written.
+
+        Raises:
+            OutputError: Always.
+        """
         with suppress(OSError, CkptxError):
             if self.output.is_entry_of(self._parent, self.target.name) and self._root.stat("tree") is None:
                 self._rename(self._parent, self.target.name, self._root, "tree")
@@ -389,9 +407,10 @@ class Staging:
         )
 
     def discard(self) -> None:
-        """Remove the staging directory, the lock last, so that no other run can begin in it before.
+        """Remove the staging directory, its lock last, so that no other run can claim it while files are removed.
 
-        Directories that replaced those of this run are kept, because another user may own them.
+        Directories that replaced those of this run are kept, because another user may own them. If another run has
+        taken over the directory, nothing is removed. Otherwise `leftover` is set if the directory could not be removed.
         """
         self._free_spare_descriptors()
         with suppress(OSError, CkptxError):
@@ -460,7 +479,7 @@ class Staging:
 
 
 def _encode_inode(status: os.stat_result) -> bytes:
-    """Return the contents of the file `aside` for a directory that an overwrite moves."""
+    """Return the contents of the file `aside`, the inode of the directory that an overwrite moves."""
     return f"{status.st_ino}\n".encode()
 
 
