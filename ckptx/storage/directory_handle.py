@@ -3,8 +3,8 @@
 A user with write access to the parent of an output could place a link where a file is about to be created, so that the
 output would overwrite the target of the link. So every name is resolved relative to the descriptor of its directory,
 one component at a time: a link, pipe or device in place of a directory or file is refused. If the directory is moved or
-replaced, the descriptor still refers to the original one, and `is_entry_of` detects it. A failed access raises an error
-of `ckptx.errors` with the path.
+replaced, the descriptor still refers to the original one, and `is_entry_of` detects the replacement. A failed access
+raises an error of `ckptx.errors` with the path: OutputError or SpaceError if nothing else is stated.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def refuse_conflicting_names(names: Iterable[str]) -> None:
-    """Refuse names that are invalid, duplicates, or both a file and a directory.
+    """Refuse names of output files that are invalid, duplicates, or both a file and a directory.
 
     Raises:
-        InputError: Two names conflict, or one leads out of the output directory.
+        InputError: Two names conflict, or one is invalid, see `split_name` and `find_name_fault`.
     """
     names = list(names)
     for name in names:
@@ -70,11 +70,11 @@ def refuse_conflicting_names(names: Iterable[str]) -> None:
 
 
 class DirectoryHandle:
-    """A directory and the descriptors of files and directories that were opened in it.
+    """An open directory, with descriptors of its subdirectories and of files that `create_tracked` created in it.
 
     Attributes:
         path: Path of the directory, for messages and for readers.
-        descriptor: File descriptor of the directory.
+        descriptor: File descriptor of the directory; -1 once it is closed.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -88,7 +88,7 @@ class DirectoryHandle:
         """Open the directory at `path`, whose last component must not be a link.
 
         Raises:
-            OutputError: There is no directory at the path.
+            OutputError: There is no directory at the path, or it cannot be opened.
         """
         try:
             return cls(path, os.open(path, _DIRECTORY_FLAGS))
@@ -96,10 +96,10 @@ class DirectoryHandle:
             raise open_error(path, error) from error
 
     def open_directory(self, name: str, *, create: bool = False) -> DirectoryHandle:
-        """Open a subdirectory; with `create`, create it if it does not exist.
+        """Open a subdirectory; with `create`, create it if it does not exist. The caller closes it.
 
         Raises:
-            OutputError: It cannot be created, or is not a directory.
+            OutputError: It cannot be created or opened, or is not a directory.
         """
         path = self.path / name
         try:
@@ -133,7 +133,7 @@ class DirectoryHandle:
         self.close()
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Close the descriptor of the directory, and those of its subdirectories and tracked files."""
         for descriptor in (*self._tracked.values(), *self._directories.values(), self.descriptor):
             with suppress(OSError):  # such as an exceeded quota, which fsync has reported already
                 os.close(descriptor)
@@ -146,11 +146,12 @@ class DirectoryHandle:
 
         Args:
             name: Name relative to this directory; missing directories are created.
-            keep: Open an existing file instead, if it is a regular file without other hard links.
+            keep: Open a file that exists, with its contents, if it is a regular file without other hard links. False
+                refuses every existing file.
 
         Raises:
             InputError: The name leads out of the directory.
-            OutputError: The file exists and must not be written.
+            OutputError: The file exists and must not be written, or cannot be created.
             SpaceError: The disk is full.
         """
         *parents, last = split_name(name)
@@ -173,7 +174,10 @@ class DirectoryHandle:
         return descriptor
 
     def create_tracked(self, name: str, *, keep: bool = False) -> OpenFile:
-        """Create a file and keep its descriptor, so that `fsync_and_verify` recognizes the file."""
+        """Create a file, or with `keep` open it, and keep its descriptor until this handle is closed.
+
+        So `describe_expected` knows the inode of the file, by which `fsync_and_verify` notices a replacement.
+        """
         descriptor = self.create_descriptor(name, keep=keep)
         self._tracked[name] = descriptor
         return OpenFile(descriptor, self.path / name)
@@ -183,8 +187,8 @@ class DirectoryHandle:
 
         Args:
             name: Name relative to this directory.
-            nbytes: Final size in bytes, to which a longer file is truncated; the descriptor is kept. None for a file
-                that the caller closes.
+            nbytes: Final size in bytes, to which a longer file is truncated; the file is tracked, see `create_tracked`.
+                None for a file that the caller closes.
             keep: Open an existing file, see `create_descriptor`.
 
         Raises:
@@ -205,7 +209,7 @@ class DirectoryHandle:
         return OpenFile(self.open_descriptor(name), self.path / name)
 
     def write(self, name: str, blocks: Iterable[bytes]) -> tuple[int, int]:
-        """Create a file from `blocks`; return its device and inode.
+        """Create a file from `blocks`; return its device and inode, in this order.
 
         Raises:
             OutputError, SpaceError: It cannot be created or written; see `create_descriptor`.
@@ -270,7 +274,15 @@ class DirectoryHandle:
         return status.st_dev, status.st_ino
 
     def _open_subdirectory(self, parts: tuple[str, ...], *, create: bool = True) -> int:
-        """Return the descriptor of a subdirectory, which stays open."""
+        """Return the descriptor of a subdirectory, which stays open until this handle is closed.
+
+        Args:
+            parts: Components of its relative path; () for this directory.
+            create: Create missing directories.
+
+        Raises:
+            OSError: It cannot be created or opened.
+        """
         if not parts:
             return self.descriptor
         if parts not in self._directories:
@@ -315,18 +327,21 @@ class DirectoryHandle:
             return sorted(os.listdir(self.descriptor))
 
     def is_entry_of(self, parent: DirectoryHandle, name: str) -> bool:
-        """Return True if `name` in `parent` is the same directory as this one."""
+        """Return True if the entry `name` of `parent` is this directory."""
         status = parent.stat(name)
         with output_errors(self.path):
             return status is not None and os.path.samestat(status, os.fstat(self.descriptor))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Iterate over everything in the tree but directories, by relative name; links are not followed."""
+        """Yield name and status of everything below this directory but directories, sorted by name in each directory.
+
+        Names are relative to this directory. Links are not followed.
+        """
         with output_errors(self.path):
             yield from _walk(self.descriptor, "")
 
     def allocated_bytes(self) -> int:
-        """Return the disk space of the files in the tree, in bytes."""
+        """Return the disk space of the files below this directory, in bytes."""
         return sum(status.st_blocks * 512 for _, status in self.walk())
 
     def remove(self, name: str) -> None:
@@ -339,7 +354,7 @@ class DirectoryHandle:
             _remove(name, self.descriptor)
 
     def remove_others(self, kept_names: Collection[str]) -> None:
-        """Remove every file in the tree whose name is not in `kept_names`."""
+        """Remove every file below this directory whose relative name is not in `kept_names`; directories stay."""
         for name, _ in list(self.walk()):
             if name not in kept_names:
                 *parents, last = split_name(name)
@@ -349,13 +364,14 @@ class DirectoryHandle:
     # ---------------------------------------------------------------------------------------------------- verification
 
     def fsync_and_verify(self, expected: Mapping[str, ExpectedFile] | None = None) -> None:
-        """Flush all files of the tree to disk, and check them against the expected ones.
+        """Flush all files and directories of the tree to disk, and check the files against the expected ones.
 
         Args:
             expected: Every file that must exist, by name; None accepts any regular files.
 
         Raises:
-            OutputError: A file is missing, unexpected, was replaced, or has another size or other bytes.
+            OutputError: A file is missing, unexpected, not a regular file, was replaced, or has another size or other
+                bytes.
             SpaceError: The disk is full.
         """
         missing = {"/".join(split_name(name)): expected_file for name, expected_file in (expected or {}).items()}
@@ -397,14 +413,17 @@ class DirectoryHandle:
                 raise write_error(self.path / name, error) from error
 
     def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """Return the expected state of files from their sizes, with the inode of those from `create_tracked`."""
+        """Return the expected state of files from their sizes in bytes, with the inode of those that are tracked.
+
+        `has_expected_bytes` is None for all of them.
+        """
         return {
             name: ExpectedFile(nbytes, self.device_and_inode(name) if name in self._tracked else None)
             for name, nbytes in sizes.items()
         }
 
     def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
-        """Check the status of files against the expected one.
+        """Check size, device and inode of files against the expected ones; their bytes are not read.
 
         Raises:
             OutputError: A file is missing, was replaced, or has another size.

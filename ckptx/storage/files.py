@@ -35,7 +35,7 @@ _Location = TypeVar("_Location", bound=Location)
 
 
 def resolve_inside(root: _Location, name: str) -> _Location:
-    """Return the path of `name` in `root`.
+    """Return the path of `name`, which comes from a checkpoint, in `root`; links are not resolved.
 
     Raises:
         InputError: `name` is empty or absolute, or contains "..", a backslash or a null character; a checkpoint must
@@ -60,7 +60,7 @@ class LocalFileIdentity(NamedTuple):
     """Identity of a file in one state: it differs if the file is changed or replaced.
 
     A difference in `ctime_ns` alone means that mode, owner or links changed, or that the file was rewritten in place
-    and its modification time set back: then the contents must be compared.
+    and its modification time set back: then the contents must be compared. Times are in nanoseconds since the epoch.
     """
 
     device: int
@@ -76,7 +76,7 @@ class LocalFileIdentity(NamedTuple):
 
     @property
     def version(self) -> tuple[int, int]:
-        """Size and modification time, equal on all machines that mount the disk."""
+        """Size in bytes and modification time, equal on all machines that mount the disk."""
         return self[2:4]
 
     @property
@@ -106,11 +106,11 @@ def read_identities(root: Path, names: Iterable[str]) -> dict[str, LocalFileIden
 
 
 def read_status(path: Path, *, follow_links: bool = True) -> os.stat_result | None:
-    """Return the state of a file or directory, or None if nothing exists there.
+    """Return the `stat` result of a file or directory, or None if nothing exists there.
 
     Args:
         path: The path.
-        follow_links: True returns the state of the target of a link, and None for a broken link.
+        follow_links: True returns that of the target of a link, and None for a broken link; False that of the link.
 
     Raises:
         ReadError: It is not accessible.
@@ -171,7 +171,8 @@ class FilePool:
         """Return a descriptor for `name`.
 
         Raises:
-            InputError: The file is missing, is a broken link, or cannot be read.
+            InputError: The name leads out of the directory, or the file is missing, is a broken link, is no regular
+                file, cannot be read, or differs from the expected identity.
             EnvironmentProblem: Too many files are open.
         """
         descriptor = self._descriptors.get(name)
@@ -187,6 +188,7 @@ class FilePool:
         return descriptor
 
     def _store_descriptor(self, name: str, descriptor: int) -> int:
+        """Store a new descriptor, and return it, or the one that another thread stored before."""
         stored = self._descriptors.setdefault(name, descriptor)
         if stored != descriptor:
             os.close(descriptor)
@@ -208,14 +210,14 @@ class FilePool:
             raise read_error(self.root / name, error) from error
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the name itself."""
+        """Return the name itself, see `SourceFiles.stored_names`."""
         return (name,)
 
     def hint_reads(self, spans: Iterable[tuple[str, int, int]]) -> None:
         """Ignore the hint: the kernel reads ahead by itself."""
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
-        """Fill buffers in order from `offset`, and return the number of bytes read."""
+        """Fill buffers in order from `offset`, and return the number of bytes read; see `SourceFiles.read_into`."""
         descriptor = self.open_descriptor(name)
         try:
             return os.preadv(descriptor, views, offset)
@@ -223,7 +225,7 @@ class FilePool:
             raise read_error(self.root / name, error) from error
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return up to `nbytes` bytes from `offset`."""
+        """Return up to `nbytes` bytes from `offset`; empty at the end of the file."""
         descriptor = self.open_descriptor(name)
         try:
             return os.pread(descriptor, nbytes, offset)
@@ -339,7 +341,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def refuse_large(path: Path, limit: int) -> None:
-    """Refuse a file that `read_small` would refuse because of its kind or size, without reading it.
+    """Refuse a file that `read_small` would refuse because of its kind or its recorded size, without reading it.
 
     Raises:
         InputError: The file is larger than `limit` bytes; see also `open_regular`.
@@ -367,14 +369,14 @@ def read_size(path: Path) -> int:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, because a run of 2,000 ranks writes as many files."""
+    """Raise the soft limit of open files to the hard limit, because a run for 2,000 ranks has as many files open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def read_error(path: Path, error: OSError) -> CkptxError:
-    """Return the error for a file that could not be opened or read."""
+    """Return the error for a file of an input that could not be opened or read."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return EnvironmentProblem(f"{path}: cannot be opened: {error.strerror}; raise the limit (ulimit -n)")
     # With `os.path`, because `Path` raises for a name that is too long.
@@ -409,7 +411,7 @@ _NO_LOCK_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, 
 
 
 def lock_file(descriptor: int, path: Path) -> bool | None:
-    """Lock a file for this process until it is closed.
+    """Lock a file exclusively, without waiting, until the descriptor is closed.
 
     Returns:
         True if it is now locked; False if another process has locked it; None if the file system does not support
@@ -430,7 +432,7 @@ def lock_file(descriptor: int, path: Path) -> bool | None:
 
 
 def write_error(path: Path, error: OSError) -> CkptxError:
-    """Return the error for a failed write."""
+    """Return the error for a failed write to an output at `path`."""
     return _output_error(path, error, "written")
 
 
@@ -453,6 +455,7 @@ def output_read_failures() -> Iterator[None]:
 
 
 def _output_error(path: Path, error: OSError, verb: str) -> CkptxError:
+    """Return the error for a failed access to an output; `verb` is the past participle for the message ("written")."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"{path}: {error.strerror}; no output was created, free some space and run again")
     if error.errno in (errno.EMFILE, errno.ENFILE):

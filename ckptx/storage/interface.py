@@ -1,4 +1,4 @@
-"""The interface between ckptx and a storage: today a local disk, later also an object store.
+"""The interface between ckptx and a storage. A local disk is the only storage so far; an object store could be added.
 
     Location                location of a file or directory, joined with `/`, such as a `pathlib.Path`
     Source                  one directory of a storage
@@ -7,8 +7,8 @@
     OutputTree              the directory of an output while it is written
       .open_output(name, nbytes)    -> OutputFile: reads and writes by position
 
-Names are relative to the location of a source or tree and use `/`. Sizes and offsets are in bytes. A storage translates
-its errors to those of `ckptx.errors`, so that no caller handles an `OSError` or an HTTP status.
+A name is the relative path of a file, from the location of a source or tree, with `/`. Sizes and offsets are in bytes.
+A storage translates its errors to those of `ckptx.errors`, so that no caller handles an `OSError` or an HTTP status.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def local_path(location: Location) -> Path:
 
 
 def relative_name(root: Location, location: Location) -> str | None:
-    """Return the name of a location relative to a directory, or None if it is not in the directory."""
+    """Return the name of a location relative to `root`: None if it is not inside, and "" for `root` itself.
+
+    Links are not resolved.
+    """
     parts: list[str] = []
     while location != root:
         if location.parent == location:
@@ -81,7 +84,10 @@ class FileIdentity(Protocol):
         """Device and inode of the file on this machine, in this order; empty if versions are unique."""
 
     def has_same_contents(self, other: FileIdentity) -> bool:
-        """Return False if the contents differ; True if they are equal as far as is known without reading."""
+        """Return False if the identities show that the contents differ or may differ, True if they do not.
+
+        True is no proof: on a local disk, a file can be rewritten and its modification time set back.
+        """
 
 
 class SourceFiles(Protocol):
@@ -114,7 +120,10 @@ class SourceFiles(Protocol):
         """Return the identity of the file that is open as `name`; raises the errors of `size`."""
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the files in the storage that the contents of `name` come from: usually `name` alone."""
+        """Return the names of the files in the storage that the contents of `name` come from.
+
+        Usually it is `name` alone. A file that is computed from others, such as a decoded weight, has others.
+        """
 
     def read_into(self, name: str, offset: int, views: list[memoryview | bytearray]) -> int:
         """Fill buffers in order from `offset`, and return the number of bytes read.
@@ -159,7 +168,10 @@ class Source(Protocol):
         """Return the source of the same location without cached listings."""
 
     def absolute_locations(self, name: str = "") -> tuple[Location, ...]:
-        """Return the absolute location of a file, or of the source, and the one with links resolved if different."""
+        """Return the absolute location of a file, and if different the one with links resolved.
+
+        An empty name stands for the location of the source.
+        """
 
     def read_kind(self) -> EntryKind | None:
         """Return the kind of the entry at the location, following links; None if nothing exists there.
@@ -169,10 +181,10 @@ class Source(Protocol):
         """
 
     def listing(self) -> Listing:
-        """Return the names at the location.
+        """Return the names in the directory, and their kinds.
 
         Raises:
-            InputError: It is not a directory, cannot be listed, or has more names than any checkpoint.
+            InputError: It is not a directory, cannot be listed, or has more than `MAX_LISTED_NAMES` names.
         """
 
     def open(self, expected: Mapping[str, FileIdentity] | None = None) -> SourceFiles:
@@ -211,7 +223,7 @@ class Source(Protocol):
 
 
 class StoredFile(NamedTuple):
-    """A file of a source that is copied into an output unchanged."""
+    """A file of a source, by its name there."""
 
     source: Source
     name: str
@@ -238,16 +250,16 @@ class OutputFile(Protocol):
         """Current size in bytes."""
 
     def truncate(self, nbytes: int) -> None:
-        """Truncate the file to at most `nbytes` bytes."""
+        """Truncate the file to `nbytes` bytes if it is longer; a shorter file does not change."""
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """Return up to `nbytes` bytes from `offset`."""
+        """Return up to `nbytes` bytes from `offset`; empty at the end of the file."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a buffer from `offset`, and return the number of bytes read."""
+        """Fill a buffer from `offset`, and return the number of bytes read, which may be less than its length."""
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Iterate over the contents of the file, `size` bytes at a time."""
+        """Iterate over the contents of the file, at most `size` bytes at a time."""
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at `offset`.
@@ -291,7 +303,7 @@ class OutputTree(Protocol):
             name: Name relative to the tree; missing directories are created.
             nbytes: Final size of a file that is part of the output; the tree keeps the file open to recognize it
                 later. None for a file that the caller closes.
-            keep: Open the file of an interrupted run of the same plan, truncated to `nbytes`.
+            keep: If an interrupted run of the same plan left the file, open it as it is, but truncated to `nbytes`.
 
         Raises:
             InputError: The name leads out of the tree.
@@ -309,7 +321,10 @@ class OutputTree(Protocol):
         """Remove every file of an interrupted run that is not among `kept_names`."""
 
     def describe_expected(self, sizes: Mapping[str, int]) -> dict[str, ExpectedFile]:
-        """Return the expected state of files of these sizes; device and inode are known for files of this process."""
+        """Return the expected state of files, by name, from their sizes in bytes.
+
+        Device and inode are those of the files that this process opened with a final size; None for others.
+        """
 
     def verify_status(self, expected: Mapping[str, ExpectedFile]) -> None:
         """Check size, device and inode of files; `Publisher.publish` checks `has_expected_bytes`.

@@ -34,8 +34,9 @@ class Listing:
         """Store the entries of a directory.
 
         Args:
-            kinds: Kind of each name, in the order of names.
-            resolve_link: Returns the kind of the target of a link.
+            kinds: Kind of each name, sorted by name; links are not followed (LINK).
+            resolve_link: Returns the kind of the target of a link in the directory, given its name; BROKEN_LINK if the
+                target does not exist.
             list_directory: Lists a subdirectory, given its name.
         """
         self._kinds, self._resolve_link, self._list_directory = kinds, resolve_link, list_directory
@@ -53,7 +54,7 @@ class Listing:
         return self._kinds.keys()
 
     def kind(self, name: str) -> EntryKind | None:
-        """Return the kind of an entry, following links; None if it does not exist.
+        """Return the kind of an entry, following links, so that it is never LINK; None if it does not exist.
 
         Args:
             name: A name in this directory, or a relative path. A subdirectory that cannot be listed counts as empty.
@@ -103,10 +104,10 @@ class Listing:
         return [name for name in self._kinds if self.is_directory(name)]
 
     def subdirectory(self, name: str) -> Listing:
-        """List a subdirectory, given by its relative path.
+        """Return the listing of a subdirectory, given by its relative path.
 
         Raises:
-            InputError: It cannot be listed.
+            InputError: The subdirectory does not exist or cannot be listed.
         """
         listing = self
         for part in name.split("/"):

@@ -18,15 +18,16 @@ from ckptx.untrusted.limits import MAX_CACHED_NAMES, MAX_LISTED_NAMES
 class LocalSource:
     """A directory on a local disk, or a file that was passed instead of one.
 
-    Links are followed, as by every loader: the Hub cache consists of links.
+    It implements `Source`, whose docstrings list the errors. Links are followed, as by every loader: the Hub cache
+    consists of links.
     """
 
     def __init__(self, location: str | Path, listings: _ListingCache | None = None) -> None:
         """Store the location without accessing the disk.
 
         Args:
-            location: The directory.
-            listings: Cached listings of directories; None starts an empty cache.
+            location: The directory, or a file.
+            listings: Cache of directory listings to share with another source; None for a new one.
         """
         self._path = Path(location)
         self._listings = _ListingCache() if listings is None else listings
@@ -40,7 +41,7 @@ class LocalSource:
 
     @property
     def location(self) -> Path:
-        """The directory."""
+        """Path of the directory or file, as it was passed."""
         return self._path
 
     def with_location(self, location: Location) -> LocalSource:
@@ -99,7 +100,7 @@ class LocalSource:
 
 
 class _ListingCache:
-    """Cache of directory listings, cleared when it has too many names."""
+    """Cache of directory listings by path, cleared when they would have more than `MAX_CACHED_NAMES` names together."""
 
     def __init__(self) -> None:
         self._listings: dict[Path, Listing] = {}

@@ -1,7 +1,7 @@
 """An open file on a local disk, with thread-safe reads and writes by position.
 
-Every byte of an output is written through it; `FilePool` reads sources. Another kind of storage would implement both.
-A failed access raises OutputError with the path, or SpaceError if the disk is full.
+Every byte of an output is written through an `OpenFile`, which implements `OutputFile`; `FilePool` reads sources. A
+failed access raises OutputError with the path, or SpaceError if the disk is full.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class OpenFile:
 
     @property
     def device_and_inode(self) -> tuple[int, int]:
-        """Device and inode."""
+        """Device and inode, in this order."""
         with output_errors(self.path):
             status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino
 
     def truncate(self, nbytes: int) -> None:
-        """Truncate the file to at most `nbytes` bytes."""
+        """Truncate the file to `nbytes` bytes if it is longer; a shorter file does not change."""
         if self.size > nbytes:
             with output_errors(self.path):
                 os.ftruncate(self.descriptor, nbytes)
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """Return up to `nbytes` bytes from `offset`."""
+        """Return up to `nbytes` bytes from `offset`; empty at the end of the file."""
         with output_errors(self.path):
             return os.pread(self.descriptor, nbytes, offset)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill `view` from `offset`, and return the number of bytes read."""
+        """Fill `view` from `offset`, and return the number of bytes read, which may be less than its length."""
         with output_errors(self.path):
             return os.preadv(self.descriptor, [view], offset)
 
@@ -85,7 +85,7 @@ class OpenFile:
             os.fsync(self.descriptor)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Iterate over the contents of the file, `size` bytes at a time."""
+        """Iterate over the contents of the file, at most `size` bytes at a time."""
         offset = 0
         while block := self.read(size, offset):
             yield block

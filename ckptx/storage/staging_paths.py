@@ -9,7 +9,7 @@ from ckptx.storage.interface import Location
 
 
 def is_in_staging_directory(path: Location) -> bool:
-    """Return True for a staging directory, or anything inside one."""
+    """Return True for a staging directory, or anything inside one, by the names in the path; links are resolved."""
     location: Location = path.resolve() if isinstance(path, Path) else path
     while location.parent != location:
         if location.name.startswith(".") and location.name.endswith(".ckptx-partial"):
@@ -19,7 +19,7 @@ def is_in_staging_directory(path: Location) -> bool:
 
 
 def staging_paths(target: Path) -> tuple[Path, Path]:
-    """Return the paths of the tree and the journal of a run that writes `target`."""
+    """Return the paths of the tree and the journal of a run that writes `target`, see `ckptx.publishing.staging`."""
     resolved = Path(os.path.realpath(target))
     root = resolved.parent / f".{resolved.name}.ckptx-partial"
     return root / "tree", root / "journal"
