@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MAX_COMPONENT_NBYTES = 255  # bytes, on every common file system
-_MAX_NAME_NBYTES = 1024
+_MAX_COMPONENT_NBYTES = 255  # limit of common file systems, in UTF-8
+_MAX_NAME_NBYTES = 1024  # in UTF-8, with all components
 _WEIGHTS_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _STAGING_SUFFIXES = (".ckptx-partial", ".ckptx-old")
@@ -40,7 +40,13 @@ def find_name_fault(name: str) -> str | None:
 
 
 def find_conflicting_name(names: Iterable[str]) -> str | None:
-    """Return the first name that is a duplicate, or both a file and a directory; None if there is none."""
+    """Return the first name that conflicts with an earlier one, or None if there is none.
+
+    Two names conflict if they are equal, or if one would be a directory that contains the other.
+
+    Example:
+        find_conflicting_name(["a", "a/b"]) is "a/b".
+    """
     files: set[str] = set()
     directories: set[str] = set()
     for name in names:
@@ -58,6 +64,10 @@ def find_weights_fault(files: Sequence[str], index: str | None) -> str | None:
 
     Loaders prefer `model.safetensors` to any index, and look for an index only at the top of a checkpoint, so some
     names would hide tensors from them.
+
+    Args:
+        files: Names of the safetensors files; at least one.
+        index: Name of the index; None if there is none, for a single file.
 
     Example:
         find_weights_fault(["a.safetensors"], None) is None; find_weights_fault(["config.json"], None) is not.

@@ -4,9 +4,9 @@ Hashes of strings are unpredictable. Hashes of numbers, and of tuples of them, a
 that share a hash or collide in the table of a dict, so that each lookup visits all previous entries. Three rules keep
 the work proportional to the size of the input:
 
-1. Tuples of numbers are made unique by `UniqueTuples`, which refuses more than a handful with the same hash.
-2. A dict of such tuples has keys of `salted_key`, or keys that begin with the name of a tensor or a dtype.
-3. A key of many tuples is a bytes object, made by `packed_key`.
+1. Tuples of numbers are made unique by `UniqueTuples`, which refuses more than `_MAX_PER_HASH` with the same hash.
+2. A dict of such tuples has keys of `salted_key`, or tuples that begin with the name of a tensor or a dtype.
+3. A key of many tuples is a bytes object, made by `packed_key`, or by `identity_key` if they are unique objects.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-SALT = int.from_bytes(os.urandom(7), "little")
-_MAX_PER_HASH = 16
+SALT = int.from_bytes(os.urandom(7), "little")  # random for each process, so that hashes of salted keys are, too
+_MAX_PER_HASH = 16  # tuples with one hash
 
 
 class HashFlood(ValueError):
-    """Too many tuples share a hash; this is deliberate, because by chance hardly two of a billion tuples do."""
+    """Too many tuples share a hash: an attack, because by chance hardly two of a billion tuples do."""
 
 
 class UniqueTuples(Generic[T]):
@@ -56,7 +56,7 @@ class UniqueTuples(Generic[T]):
 
 
 def salted_key(value: T) -> tuple[int, T]:
-    """Return a dict key for a tuple from `UniqueTuples`."""
+    """Return a dict key for a tuple from `UniqueTuples`, with a hash that a checkpoint cannot predict."""
     return SALT, value
 
 

@@ -22,8 +22,8 @@ def parse_json(text: str, subject: object, noun: str = "file") -> Any:
     Args:
         text: JSON string.
         subject: Path or other subject of error messages.
-        noun: Noun that error messages use for the JSON string, as in "correct the file"; empty to state no
-            next step, for callers that add their own.
+        noun: Noun that error messages use for the JSON string, as in "correct the file"; empty for messages without a
+            next step, to which the caller adds its own.
 
     Raises:
         InputError: It is not JSON, apart from NaN and Infinity, has a duplicate key or a lone surrogate, is nested
@@ -130,12 +130,12 @@ def _check_values(value: Any, subject: object, noun: str) -> None:
 
 
 def nesting_error(subject: object, noun: str) -> InputError:
-    """Return the error for JSON that is nested too deep."""
+    """Return the error for JSON that is nested too deep; `subject` and `noun` as in `parse_json`."""
     return InputError(f"{subject}: JSON is nested deeper than {MAX_JSON_DEPTH} levels{_next_step(noun)}")
 
 
 def number_error(subject: object, noun: str) -> InputError:
-    """Return the error for JSON with a number that no checkpoint needs."""
+    """Return the error for JSON with a number of too many bits; `subject` and `noun` as in `parse_json`."""
     return InputError(f"{subject}: JSON has a number of more than {MAX_JSON_NUMBER_BITS} bits{_next_step(noun)}")
 
 

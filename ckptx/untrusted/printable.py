@@ -1,8 +1,8 @@
 """Escape untrusted text for terminals: no name can move the cursor, start a line, or reverse the text.
 
 A name in a checkpoint is untrusted. On a terminal, an escape sequence can overwrite earlier output, and a direction
-mark shows letters in another order; so both are printed escaped. JSON documents keep the names, because JSON has its
-own escapes.
+mark shows letters in another order; so such active characters are printed as backslash escapes. JSON documents keep the
+names, because JSON has its own escapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def one_line(text: str, max_length: int = _MAX_LINE_LENGTH) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Escape active characters but keep newlines, for a text that was composed of `one_line` names."""
+    """Return a text with active characters escaped except newlines, for text in which names went through `one_line`."""
     return _ESCAPED_IN_TEXT.sub(_escape_match, text)
 
 

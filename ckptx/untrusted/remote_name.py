@@ -8,7 +8,7 @@ import re
 from ckptx.errors import UnsupportedError
 
 _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://")
-# `pathlib.Path("s3://bucket/x")` is `s3:/bucket/x`.
+# A URL that was converted to a path: `pathlib.Path("s3://bucket/x")` is `s3:/bucket/x`.
 _URL_AS_PATH = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):/")
 _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "azureml", "b2", "bos", "cos", "dav", "davs", "dbfs", "dvc", "file", "ftp",

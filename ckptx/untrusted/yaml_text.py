@@ -52,10 +52,10 @@ def parse_yaml(text: str, subject: str, keys: Mapping[str, Any] | None = None) -
 
     Args:
         text: The document.
-        subject: The subject of errors.
-        keys: Keys of the mapping to return; the value of each is None, or in turn the keys of the mapping that it
-            maps to. The values of other keys are parsed but not checked, so that they may be numbers of any size. None
-            for the whole document.
+        subject: Path or other subject of error messages.
+        keys: Selects the keys to return of a document that is a mapping. The value of each selected key is None to
+            return its whole value, or a mapping that selects the keys of that value in turn. The values of other keys
+            are parsed but not checked, so that they may be numbers of any size. None returns the whole document.
 
     Raises:
         InputError: It is not YAML, or it contains a repeated key, a key that is not a string, an alias, a tag, NaN,
