@@ -81,7 +81,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
     ):
         return None
     best = fits[0]
-    equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]
+    equal = [each.class_name for each in fits[1:] if each[:3] == best[:3]]  # in all counts
     note = f'config.json names no architecture: assuming {best.class_name}, a "{model_type}" with these names'
     if equal:
         note += f"; equally likely: {', '.join(equal[:5])}{', ...' if len(equal) > 5 else ''}; name it in config.json"

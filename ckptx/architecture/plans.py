@@ -149,6 +149,13 @@ def is_unused(structure: Structure, model_type: str, name: str, config: Mapping[
 
 
 def _correction_rules(structure: Structure, model_type: str, scopes: Sequence[Scope]) -> Iterator[tuple[str, Rule]]:
+    """Yield the patterns of the corrections that apply under a config, each with its rule.
+
+    Args:
+        structure: Structure of the class.
+        model_type: Model type of the class.
+        scopes: Result of `_layer_scopes`; the first, of the whole config, decides whether a correction applies.
+    """
     scope = scopes[0]
     for correction in plan_corrections(structure.text_type, model_type):
         if not try_evaluate(in_sub_config(correction.when, structure.text_config_path), scope):

@@ -245,7 +245,7 @@ class _TieResolver:
         """
         if not self.architecture.is_unknown_class or self.tie_missing:
             return False
-        is_llama_layout = source.endswith(pair.namings[0][1])
+        is_llama_layout = source.endswith(pair.namings[0][1])  # the first pair of `SUFFIX_TIES`
         return source not in self.stored_tensors or (target not in self.stored_tensors and not is_llama_layout)
 
     def _decide_tied(

@@ -88,6 +88,13 @@ def load_conversions(
 def _conversions_of_naming(
     names: list[str], state: Mapping[str, Any], load: Callable[[str], LoadTarget]
 ) -> Iterator[LoadConversion]:
+    """Yield the conversions of the tensors of one naming scheme that have another name or form in the model.
+
+    Args:
+        names: Disk names of the scheme.
+        state: State dict of the model, whose keys are the model names.
+        load: Result of `_load_function`.
+    """
     converted: dict[str, list[tuple[str, LoadTarget]]] = {}
     for name in names:
         loaded = load(name)
@@ -236,6 +243,7 @@ def _revert_conversions(model: Any, tensors: dict[str, Any], prefix_changes: tup
 
 
 def _load_function(model: PreTrainedModel) -> Callable[[str], LoadTarget]:
+    """Return the function from a disk name to the model name and the converter that loading chooses for it."""
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

@@ -291,6 +291,13 @@ def _head_candidates(model: PreTrainedModel, plan: Mapping[str, str], configs: C
 
 
 def _matching_candidates(sizes: set[int], config_path: str, config: Any) -> Heads:
+    """Return the `_HEAD_CANDIDATES` whose product under a config object is one of `sizes`, with keys from the root.
+
+    Args:
+        sizes: Sizes of the sharded dim in all layers, in elements.
+        config_path: Dotted path of the config from the root config.
+        config: The config.
+    """
     values = {key: read_key(config, key) for key in _CANDIDATE_KEYS}
     scope = Scope({key: value for key, value in values.items() if isinstance(value, int)})
     matching: list[tuple[str, str]] = []

@@ -63,14 +63,18 @@ def with_trainer_names(architecture: Architecture, conversions: tuple[Conversion
 
     A tied pair is left out unless both of its tensors are only renamed.
     """
-    namings: dict[str, list[str]] = {}
+    namings: dict[str, list[str]] = {}  # disk name -> names that the trainer gives the tensor
     for conversion in conversions:
         if not conversion.ops:
             namings.setdefault(conversion.targets[0], []).append(conversion.sources[0])
     ties = []
     for pair in architecture.ties:
         target, source = pair.namings[0]
-        renamed = tuple((t, s) for s in namings.get(source, ()) for t in namings.get(target, ()))
+        renamed = tuple(
+            (trainer_target, trainer_source)
+            for trainer_source in namings.get(source, ())
+            for trainer_target in namings.get(target, ())
+        )
         if renamed:
             ties.append(TiePair(renamed, pair.flag, pair.is_primary))
     return dataclasses.replace(

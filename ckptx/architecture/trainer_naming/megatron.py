@@ -9,8 +9,8 @@
 L layers, hidden size H, MLP width F, E experts, vocabulary size V. In some checkpoints a tensor has all layers, with
 the layer as its first dim (as above); in others there is one tensor for each layer, with the index of the layer in its
 name (`decoder.layers.0.mlp...`). The tables have the names with an index. RoPE rotates halves of a head, as in Hugging
-Face models, so rows move in whole heads. The section `megatron` of the corrections of a model type names the form of a
-class.
+Face models, so rows move in whole heads. Disk names are those of the files on the Hub. The section `megatron` of the
+corrections of a model type names the form of a class.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Only its Llama rotates adjacent rows (complex RoPE), where Hugging Face rotates halves of a head: there the rows of the
 q and k projections are permuted. A tied head is a separate tensor in torchtitan. Its MoE layers have a bias of each
-expert for load balancing, which only DeepSeek-V3 has on the Hub. The section `torchtitan` of the corrections of a model
-type names the form of a class.
+expert for load balancing, which only DeepSeek-V3 has on the Hub. Disk names are those of the files on the Hub. The
+section `torchtitan` of the corrections of a model type names the form of a class.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _COMMON_NAMES = (
     ("norm.weight", "model.norm.weight"),
     ("lm_head.weight", "lm_head.weight"),
 )
+# Names in the forms without latent attention. In the form "complex_rope", the rows of `_ROPE_NAMES` are permuted.
 _VALUE_NAMES = (("layers.*.attention.qkv_linear.wv.weight", "model.layers.*.self_attn.v_proj.weight"),)
-_ROPE_NAMES = (
+_ROPE_NAMES = (  # q before k, as in `_head_counts`
     ("layers.*.attention.qkv_linear.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
     ("layers.*.attention.qkv_linear.wk.weight", "model.layers.*.self_attn.k_proj.weight"),
 )
@@ -53,6 +54,7 @@ _EXPERT_NAMES = (
     ("layers.*.moe.routed_experts.inner_experts.w3_EFD", "model.layers.*.mlp.experts.*.up_proj.weight"),
     ("layers.*.moe.routed_experts.inner_experts.w2_EDF", "model.layers.*.mlp.experts.*.down_proj.weight"),
 )
+# Multi-head latent attention, and in MoE layers the shared experts and the bias of each expert.
 _LATENT_ATTENTION_NAMES = (
     ("layers.*.attention.wq.weight", "model.layers.*.self_attn.q_proj.weight"),
     ("layers.*.attention.wq_a.weight", "model.layers.*.self_attn.q_a_proj.weight"),
@@ -137,13 +139,17 @@ def conversions(class_name: str, config: Mapping[str, Any]) -> tuple[Conversion,
     return (*(_mtp_conversions(current, config) if form == _LATENT_ATTENTION else ()), *current, *legacy)
 
 
-def _mtp_conversions(of_layers: list[Conversion], config: Mapping[str, Any]) -> Iterator[Conversion]:
+def _mtp_conversions(model_conversions: list[Conversion], config: Mapping[str, Any]) -> Iterator[Conversion]:
     """Yield the conversions of the MTP layers: layer k in `mtp_layers` is layer `num_hidden_layers` + k on the Hub.
+
+    Args:
+        model_conversions: Conversions of the model itself; the tensors of its layers are also those of MTP layers.
+        config: Contents of `config.json`.
 
     Raises:
         InputError: See `mtp_layers`.
     """
-    conversions = [*of_layers, *(Conversion((name,), (hub,)) for name, hub in _MTP_NAMES)]
+    conversions = [*model_conversions, *(Conversion((name,), (hub,)) for name, hub in _MTP_NAMES)]
     for index, layer in enumerate(mtp_layers(config)):
         for each in conversions:
             name, hub = each.sources[0], each.targets[0]
