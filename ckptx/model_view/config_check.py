@@ -147,7 +147,7 @@ def _match_layers(
     missing = list(
         islice(
             _missing_layers(
-                {s.path: _LayerList.from_indices(s.count, layers) for s, layers in layers_by_stack.items()}
+                {stack.path: _LayerList.from_indices(stack.count, each) for stack, each in layers_by_stack.items()}
             ),
             _MAX_LISTED + 1,
         )
@@ -259,7 +259,7 @@ class _ConfigMatcher:
     """Comparison of the names and shapes of one checkpoint with a config.
 
     Attributes:
-        architecture: Class of the model, with its prefix and ties in the names that the checkpoint has.
+        architecture: Class of the model under disk names.
         config: Contents of `config.json`.
         rules: Rules from disk names to model names.
         expected: Tensors that a model with this config has.

@@ -208,8 +208,12 @@ class _Mapping:
         for second, first in second_names.items():
             all_names[first].append(second)
         stored_names = {
-            name: tuple(dict.fromkeys(each for old in olds for each in all_names[stored_name_by_layer_name[old]]))
-            for name, olds in renamed.sources.items()
+            name: tuple(
+                dict.fromkeys(
+                    each for layer_name in layer_names for each in all_names[stored_name_by_layer_name[layer_name]]
+                )
+            )
+            for name, layer_names in renamed.sources.items()
         }
         return _RenamedTensors(renamed.tensors, stored_names)
 

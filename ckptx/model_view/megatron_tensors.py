@@ -99,15 +99,15 @@ def make_megatron_tensors(
     _refuse_unknown(stored, conversions, class_name)
     renamed = TrainerRules(conversions).to_trainer(stored)
     _refuse_later_layers(renamed, megatron.read_size(config, "num_hidden_layers"), class_name)
-    by_layer, aliases = _name_expert_norms(renamed)
-    sources = {name: renamed.sources[old] for name, old in by_layer.items()}
-    found = {name: renamed.tensors[old].with_name(name) for name, old in by_layer.items()}
-    form = layers or ("stacked" if _different_layers(found) is None else "separate")
-    if form == "stacked":
-        _refuse_different_layers(found)
-        found, sources = _stack(found, sources)
+    converted_names, aliases = _name_expert_norms(renamed)
+    sources = {name: renamed.sources[converted] for name, converted in converted_names.items()}
+    made = {name: renamed.tensors[converted].with_name(name) for name, converted in converted_names.items()}
+    layer_form = layers or ("stacked" if _different_layers(made) is None else "separate")
+    if layer_form == "stacked":
+        _refuse_different_layers(made)
+        made, sources = _stack(made, sources)
         aliases = {_stacked_name(name): _stacked_name(kept) for name, kept in aliases.items()}
-    return MegatronTensors(found, sources, aliases, computed, copies, conversions, form, rows, padded_rows)
+    return MegatronTensors(made, sources, aliases, computed, copies, conversions, layer_form, rows, padded_rows)
 
 
 def blocks_of(name: str, shape: Shape) -> tuple[Block, ...]:

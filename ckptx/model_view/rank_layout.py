@@ -195,8 +195,8 @@ class Layout:
 
     def holders_by_stage(self) -> list[tuple[int | None, list[Holder]]]:
         """Return the holders by stage; those without a stage come last."""
-        stages = sorted({h.stage for h in self.holders}, key=lambda stage: (stage is None, stage))
-        return [(stage, [h for h in self.holders if h.stage == stage]) for stage in stages]
+        stages = sorted({holder.stage for holder in self.holders}, key=lambda stage: (stage is None, stage))
+        return [(stage, [holder for holder in self.holders if holder.stage == stage]) for stage in stages]
 
 
 def rank_of(file: str) -> int | None:
@@ -231,7 +231,7 @@ def layer_ranges(layers: Iterable[Layer]) -> list[LayerRange]:
 def format_layer_ranges(ranges: Sequence[tuple[str, int, int]]) -> str:
     """Format ranges as `model.layers 0-3, 8-11`; a dash for none."""
     parts = [
-        f"{path} {', '.join(str(a) if stop == a + 1 else f'{a}-{stop - 1}' for _, a, stop in of_path)}"
+        f"{path} {', '.join(str(first) if stop == first + 1 else f'{first}-{stop - 1}' for _, first, stop in of_path)}"
         for path, of_path in groupby(ranges, key=lambda each: each[0])
     ]
     return "; ".join(parts) or "-"
@@ -435,8 +435,8 @@ def _infer_stages(holders: list[Holder]) -> None:
         if holder.rank is None:
             continue
         for layer in holder.layers:
-            a, b = root(index), root(first_holder.setdefault(layer, index))
-            parent[max(a, b)] = min(a, b)
+            own_root, layer_root = root(index), root(first_holder.setdefault(layer, index))
+            parent[max(own_root, layer_root)] = min(own_root, layer_root)
     stages: dict[int, int] = {}
     for index, holder in enumerate(holders):
         if holder.rank is not None and holder.layers:

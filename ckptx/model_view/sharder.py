@@ -205,7 +205,9 @@ class Sharder:
             unknown: Names that the model does not have or use. Those that belong to one of its weights, as a scale
                 does, are sharded with it; the others are replicated.
         """
-        decisions = _Decisions(self.plan, self.dims.tp, self.rules, {name: e.shape for name, e in tensors.items()})
+        decisions = _Decisions(
+            self.plan, self.dims.tp, self.rules, {name: entry.shape for name, entry in tensors.items()}
+        )
         placements: dict[str, TensorPlacement] = {}
         replicated = []
         unknown_names = frozenset(unknown)
