@@ -1,7 +1,7 @@
 """Facts about an architecture: the names of a model class, the tied ones among them, and when they are tied.
 
-Disk names are those of a published checkpoint; model names are those of the parameters in the transformers class. A
-naming is one complete set of names, such as either of these. A pattern is a name with `*` in place of every index.
+Disk names are those in HF checkpoint files, as on the Hub; model names are those of the parameters in the transformers
+class. A naming is one complete set of names, such as either of these. A pattern is a name with `*` for each index.
 """
 
 from __future__ import annotations
@@ -214,7 +214,9 @@ class Architecture:
         return conversions_of(self.structure, config)
 
     def is_unused(self, name: str, config: Mapping[str, Any]) -> bool:
-        """Return True if the model does not use the tensor of this model name, as one replaced by another layer's.
+        """Return True if the model does not use a tensor although its class has others of the same pattern.
+
+        An example is `k_proj` of a layer that uses the keys of another layer. `name` is the model name of the tensor.
 
         Raises:
             InputError: The config lacks a number that decides it.
@@ -230,7 +232,7 @@ class Architecture:
         return (self.name_patterns - disk) | own
 
     def keeps_fp32(self, name: str, target_dtype: Literal["fp16", "bf16"]) -> bool:
-        """Return True if transformers keeps the parameter of this model name in fp32 when it loads ``target_dtype``.
+        """Return True if transformers keeps this parameter in fp32 when the model is loaded in ``target_dtype``.
 
         This is the rule of ``_get_dtype_plan`` in transformers 5.23: each entry is a regular expression, with ``*`` for
         anything, searched in the model's parameter name.

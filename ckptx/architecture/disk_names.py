@@ -76,6 +76,10 @@ def tie_names(ties: Sequence[TiePair], names: CheckpointNames) -> list[tuple[str
 
 
 def _choose_source_name(model_name: str, ties: Sequence[TiePair], names: CheckpointNames) -> str:
+    """Return the name that a source, given by its model name, has in the naming of the checkpoint.
+
+    It is the one with the most names on disk, its own and those of its targets, then with the fewest missing modules.
+    """
     candidates: dict[str, int] = {}  # source name -> number of target names on disk in its namings
     for pair in ties:
         if pair.namings[0][1] == model_name:
@@ -87,6 +91,11 @@ def _choose_source_name(model_name: str, ties: Sequence[TiePair], names: Checkpo
 
 
 def _choose_pair_names(pair: TiePair, source: str, names: CheckpointNames) -> tuple[str, str]:
+    """Return ``(target, source)`` of a pair in the naming of the checkpoint.
+
+    ``source`` is the result of `_choose_source_name`. If neither name of a primary pair is on disk, the pair may have a
+    prefix that no naming has.
+    """
     targets = [target for target, paired in pair.namings if paired == source]
     targets = targets or [target for target, _ in pair.namings]
     target = min(targets, key=lambda name: (name not in names, names.count_missing_modules(name)))

@@ -237,6 +237,7 @@ class ExtraTensors:
     # -- one tensor
 
     def _classify(self, name: str, entry: TensorEntry) -> ExtraTensor | None:
+        """Return a tensor as an extra one; None for a tensor of the class."""
         if self._owns(name):
             return None
         pattern, dims = pattern_of(name), len(entry.shape)
@@ -264,6 +265,7 @@ class ExtraTensors:
         return not kind.needs_weight or find_parent(pattern, self._owns) is not None
 
     def _classify_by_module(self, name: str, pattern: str) -> ExtraTensor:
+        """Return a tensor of no kind, which the class does not ignore, as an extra one, by the module that has it."""
         if self.is_part_of_quantized_weight(name):
             return ExtraTensor(QUANTIZED_REASON, is_expected=True)
         other, module = self._other_class(pattern), self._innermost_module(pattern)

@@ -89,7 +89,7 @@ def infer_class(config: Mapping[str, Any], names: Collection[str]) -> InferredCl
 
 
 def _is_stored_several_times(fit: _ClassFit, patterns: set[str], model_type: str) -> bool:
-    """Return True if at least half of the names are names of the class after any prefixes; they need not be equal."""
+    """Return True if at least half of the names end in a name of the class, after prefixes that may differ."""
     architecture = lookup(fit.class_name, model_type)
     if architecture is None or fit.unknown_patterns == len(patterns):
         return False
@@ -101,6 +101,7 @@ def _is_stored_several_times(fit: _ClassFit, patterns: set[str], model_type: str
 
 
 def _fit_class(architecture: Architecture, config: Mapping[str, Any], patterns: set[str]) -> _ClassFit:
+    """Return how well a class fits the patterns on disk, after the prefix of the model is removed from them."""
     present = set(assign_roles(patterns, architecture.name_patterns).model)
     owned = {each for each in present if architecture.owns(each)}
     return _ClassFit(

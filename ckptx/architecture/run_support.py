@@ -118,6 +118,7 @@ def is_valid_for_forward(plan: TensorParallelPlan, pattern: str, rule: Rule) -> 
 def _requires_whole_heads(
     plan: TensorParallelPlan, pattern: str, rule: Rule, runnable_patterns: Collection[str]
 ) -> bool:
+    """Return True if the forward pass runs with a rule and computes with shards that must hold whole heads."""
     kind = STYLES[rule.style]
     is_sharded = kind in (StyleKind.COLWISE, StyleKind.ROWWISE) and rule.style not in (*GATHER_STYLES, *SPLIT_STYLES)
     runs = pattern in runnable_patterns or is_valid_for_forward(plan, pattern, rule)

@@ -51,6 +51,8 @@ def decode_shapes(class_name: str, sections: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _read_rules(values: Mapping[str, Any], prefix: str) -> ShapeRules:
+    """Return the rules in an entry of `shapes` or `shape_bodies`, with the prefix before each pattern."""
+
     def names(section: Mapping[str, Any], key: str = "names") -> frozenset[str]:
         return frozenset([prefix + each for each in section.get(key, ())])
 

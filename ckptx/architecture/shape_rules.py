@@ -319,6 +319,11 @@ def star_prefixes(pattern: str) -> list[str]:
 
 
 def _evaluate_count(text: str, scope: Scope) -> int | None:
+    """Return the number of modules in a list; None if the config has no number for it.
+
+    Raises:
+        InputError: It is negative or above `_MAX_COUNT`.
+    """
     found = try_evaluate(text, scope)
     if found is not None and not 0 <= found <= _MAX_COUNT:
         keys = sorted(keys_of(text))

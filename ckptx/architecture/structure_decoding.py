@@ -48,6 +48,8 @@ def decode_structure(own: Mapping[str, Any], shared: Mapping[str, Any], prefix: 
 
 
 def _read_structure(values: Mapping[str, Any], prefix: str) -> Structure:
+    """Return the structure in an entry of `structures`, or in that of a class, with the prefix before each pattern."""
+
     def names(key: str, section: Mapping[str, Any] = values) -> tuple[str, ...]:
         return tuple(prefix + each for each in section.get(key, ()))
 

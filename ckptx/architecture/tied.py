@@ -291,6 +291,7 @@ class _TieResolver:
     def _decide_absent(
         self, pair: TiePair, target: str, source: str, make_decision: Callable[..., TieDecision]
     ) -> TieDecision:
+        """Decide a pair of which neither name is present."""
         # a secondary pair that is absent as a whole is a head that was never trained: every loader initializes it
         if pair.is_primary and self._is_of_class():
             self.problems.append(

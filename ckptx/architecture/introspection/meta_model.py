@@ -144,8 +144,8 @@ def derive_architecture(
     """
     config = build_config(copy.deepcopy(dict(base_config)))
     model = build_with_tie_flags_set(cls, config)
-    names = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
-    ties = _find_ties(model, names, build_config, base_config)
+    shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+    ties = _find_ties(model, shapes, build_config, base_config)
     disk_names = disk_names_by_scheme(model)
     return Architecture(
         class_name=cls.__name__,
@@ -225,15 +225,23 @@ def _allow_missing_towers() -> Iterator[None]:
 
 
 def _find_ties(
-    model: PreTrainedModel, names: Mapping[str, Any], build_config: ConfigBuilder, base_config: Mapping[str, Any]
+    model: PreTrainedModel, shapes: Mapping[str, Any], build_config: ConfigBuilder, base_config: Mapping[str, Any]
 ) -> tuple[TiePair, ...]:
+    """Return all pairs that the class can tie, in every naming, each with the rule for when it does.
+
+    Args:
+        model: Result of `build_with_tie_flags_set`.
+        shapes: Shape of each persistent tensor of the model, by model name.
+        build_config: See `derive_architecture`.
+        base_config: See `derive_architecture`.
+    """
     declared = {
         target: source
-        for target, source in existing_pairs(model.all_tied_weights_keys, names).items()
-        if names[target] == names[source]
+        for target, source in existing_pairs(model.all_tied_weights_keys, shapes).items()
+        if shapes[target] == shapes[source]
     }
     pairs = flatten_chains(declared)
-    config_paths = _flag_config_paths(model, names)
+    config_paths = _flag_config_paths(model, shapes)
     prefix = str(model.base_model_prefix)
     name_pair = functools.partial(
         loadable_name_pairs,
@@ -254,17 +262,27 @@ def _find_ties(
             bool({target, source} & embedding_names) or _is_embedding(model, source) or _is_embedding(model, target)
         )
         result.append(TiePair(name_pair(target, source), flags[config_path], is_primary))
-    result += _undeclared_pairs(model, names, pairs, name_pair)
+    result += _undeclared_pairs(model, shapes, pairs, name_pair)
     return tuple(result)
 
 
 def _undeclared_pairs(
-    model: PreTrainedModel, names: Mapping[str, Any], pairs: Mapping[str, str], name_pair: Callable[..., Any]
+    model: PreTrainedModel, shapes: Mapping[str, Any], pairs: Mapping[str, str], name_pair: Callable[..., Any]
 ) -> list[TiePair]:
-    """Return the pair of output and input embedding if the class itself never ties them."""
+    """Return the pair of output and input embedding if they have equal shapes and the class never ties them.
+
+    Args:
+        model: Model on the meta device.
+        shapes: Shape of each persistent tensor, by model name.
+        pairs: Target -> source of the pairs that the class declares.
+        name_pair: Function that returns the names of a pair in every naming.
+
+    Returns:
+        The pair, or an empty list.
+    """
     target = _weight_name(model, _output_embeddings(model))
     source = _weight_name(model, _input_embeddings(model))
-    if target is None or source is None or target == source or names.get(target) != names.get(source):
+    if target is None or source is None or target == source or shapes.get(target) != shapes.get(source):
         return []
     if target in pairs or source in pairs:
         return []
@@ -414,6 +432,7 @@ def default_config_builder(cls: Any) -> ConfigBuilder:
 def _config_builder(
     cls: Any, config: Mapping[str, Any], config_dir: Path | None, trust_remote_code: bool
 ) -> ConfigBuilder:
+    """Return a function that builds a config from a dict, with remote code if the config has it and it is trusted."""
     reference = remote_reference(config, "AutoConfig")
     if trust_remote_code and config_dir is not None and reference:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -426,6 +445,12 @@ def _config_builder(
 
 
 def _remote_class(config: Mapping[str, Any], class_name: str, config_dir: Path) -> type[PreTrainedModel]:
+    """Return a class from the remote code to which `auto_map` refers; this runs the code.
+
+    Raises:
+        EnvironmentProblem: The code needs a package that is not installed.
+        UnsupportedError: The Python file is missing.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     reference = remote_reference(config, class_name)
