@@ -351,6 +351,7 @@ def with_common_names(a: Catalog, b: Catalog, *, needs_bytes: bool = True) -> tu
 
 
 def _with_config_of(catalog: Catalog, other: Catalog, needs_bytes: bool) -> Catalog:
+    """Return a checkpoint under disk names if it has Megatron's; see `with_common_names`."""
     if not has_megatron_names(catalog):
         return catalog
     config = catalog.config or other.config

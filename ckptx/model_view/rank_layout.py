@@ -344,6 +344,15 @@ def _make_holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Hol
 
 
 def _add_totals(holders: list[Holder], sharding: Sharding, first: int, dtype: DType, total: _Totals) -> None:
+    """Add the totals of tensors with a sharding to each of their holders.
+
+    Args:
+        holders: Holders to update.
+        sharding: Sharding of the tensors.
+        first: First holder of the tensors, as an index in `holders`.
+        dtype: Dtype of the tensors.
+        total: Totals of the tensors.
+    """
     for index, shards in groupby(
         sorted(sharding.shards, key=lambda shard: shard.holder), key=lambda shard: shard.holder
     ):

@@ -345,6 +345,7 @@ class _Decisions:
         return decision
 
     def _derive_decision(self, name: str, shape: Shape) -> PlacementDecision:
+        """Return the decision for a tensor on disk with which each rank holds the same elements as in the model."""
         assert self._pull_back is not None
         blocks = self._pull_back.blocks(name)
         decision = self._target_decisions.get(self.model_name(name) or "")
