@@ -21,8 +21,8 @@ class PlanCorrection(NamedTuple):
     """A tensor-parallel rule that is missing or wrong in the plan of transformers.
 
     It defines which elements each rank holds, for example a chunk of each of q, k and v in the rows ``[q|k|v]``, and is
-    for sharding files. A forward pass runs with it only if `ForwardCorrection.runs` has its pattern, or for the rules
-    in `ckptx.architecture.run_support.is_valid_for_forward`.
+    for sharding files. A forward pass runs with it only if `ForwardCorrection.runs` has its pattern, or if
+    `ckptx.architecture.run_support.is_valid_for_forward` returns True for it.
 
     Attributes:
         patterns: Patterns of modules or parameters, with alternatives in braces.
