@@ -14,5 +14,5 @@ and for parts of a torch archive, which is a zip file:
     storage   a member with the bytes of a torch storage
     record    position, length and CRC-32 of a storage                                       `Record`
     payload   the elements of the tensor in the archive: all bytes of a storage, or a view   `Payload`
-    frame     the bytes of the archive before and after the elements                         `Frame`
+    frame     the bytes of the archive before and after the elements                         `ArchiveFrame`
 """

@@ -200,7 +200,7 @@ class LazyChunks(Sequence[Chunk]):
     def __init__(
         self,
         archives: ArchiveChunks,
-        build_frame: Callable[[DType, Shape], Frame],
+        build_frame: Callable[[DType, Shape], ArchiveFrame],
         parse: Callable[[Iterable[Chunk]], tuple[Chunk, ...]],
     ) -> None:
         """Store the archives without parsing them.
@@ -305,7 +305,7 @@ class Sidecar(NamedTuple):
     nbytes: int
 
 
-class Frame(NamedTuple):
+class ArchiveFrame(NamedTuple):
     """The bytes of a format around a block of elements: none in safetensors, a torch archive in a DCP.
 
     Attributes:

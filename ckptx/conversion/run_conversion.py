@@ -187,11 +187,11 @@ def _run_steps(
         target.source,
         allocation.catalog,
         {**target.source_names, **training_state.source_names, **training_state.object_source_names},
-        build_frame=allocation.block_frame,
+        build_frame=allocation.build_frame,
         prologues=allocation.prologues,
-        groups=allocation.groups,
+        file_groups=allocation.file_groups,
     )
-    _logger.info("plan: %d files in %d groups, %d bytes", len(plan.files), len(plan.groups), plan.bytes_written)
+    _logger.info("plan: %d files in %d groups, %d bytes", len(plan.files), len(plan.file_groups), plan.bytes_written)
     if _logger.isEnabledFor(logging.DEBUG):
         for line in plan.to_lines():
             _logger.debug("%s", line)

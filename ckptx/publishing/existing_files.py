@@ -88,7 +88,7 @@ def _digest_combinations(
     entry = step.target
     for chunks in _combine_chunks(entry):
         combined_entry = entry._replace(chunks=chunks, replicas=())
-        if in_archives and step.has_frame:
+        if in_archives and step.is_tensor:
             combined_entry = locate_payloads(
                 Catalog(existing_files.root, "dcp", {entry.name: combined_entry}), existing_files
             ).tensors[entry.name]

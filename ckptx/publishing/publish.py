@@ -172,7 +172,7 @@ def publish(
             max_memory=max_memory,
             resumed=resumed,
             on_progress=_add_peer_checks(on_progress, processes),
-            groups=None if processes is None else _assign_groups(job.plan, processes),
+            group_indices=None if processes is None else _assign_groups(job.plan, processes),
         )
         result.was_locked = staging.is_locked
         if staging.replaced_plan is not None:
@@ -311,7 +311,7 @@ def _write_share(
             max_memory=max_memory,
             resumed=message["resumed"],
             on_progress=_add_peer_checks(on_progress, processes),
-            groups=_assign_groups(job.plan, processes),
+            group_indices=_assign_groups(job.plan, processes),
         )
         _require_unchanged_source(job, result, files, identities, max_memory)
         tree.fsync_tracked()  # rank 0 may be on another node
@@ -384,7 +384,7 @@ def _assign_groups(plan: CopyPlan, processes: PeerProcesses) -> list[int]:
 
     Groups are assigned from the largest to the smallest, each to the rank with the fewest bytes.
     """
-    sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.groups]
+    sizes = [sum(plan.files[file].nbytes for file in group.files) for group in plan.file_groups]
     loads = [(0, rank) for rank in range(processes.world_size)]
     own_groups = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -494,7 +494,7 @@ def is_complete(target: Source, manifest: Manifest, job: Job) -> bool:
                 and all(target.size(name) == nbytes for name, nbytes in expected_sizes.items())
                 and all(files[name].digest == bytes_digest_hex(data) for name, data in job.markers)
                 and all(
-                    tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.has_frame
+                    tensors[step.target.name].dtype is step.target.dtype for step in job.plan.steps() if step.is_tensor
                 )
             )
     except OutputFailure:

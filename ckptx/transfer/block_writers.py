@@ -4,35 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptx.catalog.entry import Frame
+from ckptx.catalog.entry import ArchiveFrame
 from ckptx.transfer.columns import extract_columns
 from ckptx.transfer.digest import BlockHasher, TreeDigest, crc32
 from ckptx.transfer.grid import Grid
 from ckptx.transfer.output_file import FileWriter
 from ckptx.transfer.small_tensors import encode_crc
 
-_MIN_UNBUFFERED_NBYTES = 256 << 10  # from this length on, contiguous bytes are written with their own call
+_MIN_UNBUFFERED_NBYTES = 256 << 10  # length from which on `DirectSink` writes an extent through the shared buffer
 
 
 class BlockWriter:
-    """Writer of a block, or of the share of it in one step range.
+    """Writer of a block, or of the part of it in one step range.
 
     Attributes:
         out: Writer of the output file.
         position: Position of the next byte in the file.
-        remaining: Number of bytes still to write.
-        offset_in_block: Number of bytes of the block before this share.
-        nbytes: Number of bytes of this share.
-        frame: Frame around the block; None for none.
+        remaining: Number of bytes of elements still to write.
+        offset_in_block: Number of bytes of the block before this part.
+        nbytes: Number of bytes of this part, without the frame.
+        frame: Archive frame around the block; None for a block without one.
         crc: CRC-32 of the bytes so far; 0 without a frame.
         hasher: Hash of the bytes so far; None with a frame, or if the block is the whole tensor, which has a digest.
-        is_hashed: True if the block has a journal entry of its own; False if it is the whole tensor.
+        is_hashed: True if the journal has a hash of the block; False if the block is the whole tensor.
     """
 
     __slots__ = ("crc", "frame", "hasher", "is_hashed", "nbytes", "offset_in_block", "out", "position", "remaining")
 
     def __init__(
-        self, out: FileWriter, position: int, offset_in_block: int, nbytes: int, frame: Frame | None, is_hashed: bool
+        self,
+        out: FileWriter,
+        position: int,
+        offset_in_block: int,
+        nbytes: int,
+        frame: ArchiveFrame | None,
+        is_hashed: bool,
     ) -> None:
         self.out, self.position, self.offset_in_block, self.nbytes, self.frame = (
             out,
@@ -47,18 +53,18 @@ class BlockWriter:
         self.hasher = BlockHasher() if is_hashed and frame is None else None
 
     def to_journal_entry(self) -> bytes:
-        """Return the journal entry of the block; empty for a block that is the whole tensor."""
+        """Return the hash of the block for the journal entry of its step; empty if the block is the whole tensor."""
         if not self.is_hashed:
             return b""
         return encode_crc(self.crc) if self.hasher is None else self.hasher.digest()
 
     def advance(self, view: memoryview) -> None:
-        """Account for bytes that were put into the buffer of `out`."""
+        """Update checksum and position for bytes that were put into the buffer of `out`."""
         self._update_checksum(view)
         self.out.advance(len(view))
 
     def write_through(self, view: memoryview) -> None:
-        """Write bytes that are not in a buffer of `out`, and account for them."""
+        """Write bytes that are not in the buffer of `out`, and update checksum and position."""
         self._update_checksum(view)
         self.out.write_through(view)
 
@@ -75,10 +81,10 @@ OnComplete = Callable[[BlockWriter], None]  # called with each complete block
 
 
 class DirectSink:
-    """Sink that fills the buffer of the file that is written next.
+    """Sink that provides the buffers of the files, so that bytes are read directly into them.
 
-    Long extents go through one shared buffer instead, which stays in the cache: the buffer of a file would be evicted
-    before the next extent of that file.
+    Long extents go through one shared buffer instead, which stays in the CPU cache: the buffer of a file would be
+    evicted before the next extent of that file.
     """
 
     def __init__(
@@ -88,9 +94,9 @@ class DirectSink:
 
         Args:
             on_complete: Called with each complete block.
-            grid: Grid of the tensor.
-            writers: Writers by index in the grid.
-            buffer: Buffer for long extents; None if there is one block.
+            grid: Grid of the tensor, or its part in the step range, without replicas.
+            writers: Index of the block -> its writer.
+            buffer: Buffer for long extents; None to read these, too, into the buffers of the files.
         """
         self.digest = TreeDigest()
         self._on_complete, self._writers, self._shared_buffer = on_complete, writers, buffer
@@ -131,9 +137,9 @@ class TileSink:
 
         Args:
             on_complete: Called with each complete block.
-            grid: Grid of the tensor.
-            writers: Writers by index in the grid.
-            buffer: Buffer for the rows of a tile.
+            grid: Grid of the tensor, or its part in the step range.
+            writers: Index of the block -> its writer.
+            buffer: Buffer for a tile: whole rows, or a part of one row that is longer than the buffer.
         """
         self.digest = TreeDigest()
         self._on_complete, self._grid, self._writers, self._buffer = on_complete, grid, writers, buffer

@@ -1,8 +1,9 @@
 """`--dtype`: float casts with the rounding of torch.
 
 Torch rounds to nearest even, and casts to bf16 and fp16 from float32: a float64 goes through float32 first. A NaN stays
-a NaN; if processors or torch's vector instructions disagree on its bits (torch gives 0x7FC0 or 0xFFFF for bf16), it
-becomes the plain quiet NaN, so that the same input gives the same bytes everywhere.
+a NaN. Casts to bf16 and those from or to fp16 write every NaN as the default quiet NaN, because processors and torch's
+vector instructions disagree on its bits (torch gives 0x7FC0 or 0xFFFF for bf16); so the same input gives the same bytes
+everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ckptx.transfer.overflow_counts import OverflowCounts
 from ckptx.transfer.stream import Sink, push
 
 _NUMPY_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-# Unsigned integer dtype of the same width, mask that clears the sign bit, and bits of positive infinity.
+# Dtype -> unsigned integer dtype of the same width, mask that clears the sign bit, and bits of positive infinity.
 _MAGNITUDES: dict[str, tuple[Any, Any, Any]] = {
     "F64": (np.uint64, np.uint64((1 << 63) - 1), np.uint64(0x7FF << 52)),
     "F32": (np.uint32, np.uint32((1 << 31) - 1), np.uint32(0xFF << 23)),
@@ -59,7 +60,11 @@ def cast(view: memoryview, source: DType, target: DType, counts: OverflowCounts 
 
 
 def _count_overflows(view: memoryview, result: Any, source: str, target: str, counts: OverflowCounts) -> None:
-    """Compare the magnitudes before and after a cast; the source is read only if an overflow is possible."""
+    """Add the overflows and underflows of a cast to `counts`.
+
+    Magnitudes are compared as integers. `view`, the elements before the cast, is read only if `result` has an infinity,
+    a NaN or a zero.
+    """
     uint_dtype, mask, infinity = _MAGNITUDES[target]
     after = result.view(uint_dtype) & mask
     may_overflow, may_underflow = after.max() >= infinity, not after.min()
@@ -86,6 +91,15 @@ class CastSink:
     def __init__(
         self, sink: Sink, source: DType, target: DType, scratch: memoryview, counts: OverflowCounts | None = None
     ) -> None:
+        """Start without elements.
+
+        Args:
+            sink: Sink for the cast elements.
+            source: Dtype of the bytes that this sink receives.
+            target: Dtype of the bytes that `sink` receives.
+            scratch: Memory for elements before the cast, at least one.
+            counts: Receives the number of overflows and underflows; None to skip counting.
+        """
         self._sink, self._source, self._target, self._counts = sink, source, target, counts
         self._scratch = scratch[: len(scratch) // source.itemsize * source.itemsize]
         self._filled = 0

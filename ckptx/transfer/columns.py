@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
-# A slice costs the interpreter as much as copying a kilobyte. Narrower rows are copied by numpy, whose import takes
-# longer than the whole conversion of most checkpoints without such rows.
+# In bytes. A slice costs the interpreter as much as copying a kilobyte. Narrower rows are copied by numpy, whose import
+# takes longer than the whole conversion of most checkpoints without such rows.
 _MIN_SLICE_WIDTH = 1024
 
 

@@ -56,9 +56,9 @@ def file_digest(file: OutputFile) -> bytes:
 
 
 def join_crc32(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two concatenated strings from that of each; the second has `nbytes` bytes.
+    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each; the second has `nbytes` bytes.
 
-    Appending a zero bit multiplies a CRC by x modulo the polynomial, so the first is multiplied by x^(8 nbytes).
+    Appending a zero bit multiplies a CRC by x modulo the polynomial, so `first` is multiplied by x^(8 nbytes).
     """
     power, factor, bits = 1 << 31, 1 << 30, 8 * nbytes  # the polynomials 1 and x
     while bits:
@@ -70,6 +70,7 @@ def join_crc32(first: int, second: int, nbytes: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
+    """Return the product of two polynomials over GF(2) modulo that of CRC-32; bit 31 is the coefficient of 1."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -82,7 +83,7 @@ class TreeDigest:
     """Tree digest of a stream.
 
     Attributes:
-        leaves: Digest of each complete leaf.
+        leaves: Digest of each complete leaf, in order.
         leaf_remaining: Number of bytes up to the end of the current leaf, which no update may cross.
     """
 

@@ -1,4 +1,4 @@
-"""Compute the digest of a tensor, and stream a tensor through a cast."""
+"""Compute the digest of a tensor, and stream a region of a tensor cast to another dtype."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class DigestSink:
     """Sink that computes the digest of a tensor and discards its bytes."""
 
     def __init__(self, nbytes: int, buffer: memoryview) -> None:
+        """Start a stream of `nbytes` bytes in all; `buffer`, of any size but 0, receives them piece by piece."""
         self.digest = TreeDigest()
         self._remaining = nbytes
         self._buffer = buffer
@@ -40,9 +41,10 @@ def stream_cast(
     record_parts: list[RecordPart] | None = None,
     counts: OverflowCounts | None = None,
 ) -> None:
-    """Send `region` of `entry` to `sink`, cast to `dtype` if it differs; for `record_parts` see `TensorReader.stream`.
+    """Send `region` of `entry` to `sink`, cast to `dtype` if the tensor has another dtype.
 
-    `counts` receives the numbers of overflows and underflows of the cast.
+    `counts` receives the numbers of overflows and underflows of the cast; None to skip counting. For `record_parts` see
+    `TensorReader.stream`.
 
     Raises:
         InputError, UnsupportedError: See `TensorReader.stream`.

@@ -1,8 +1,8 @@
 """Executor of a copy plan, the only code that copies tensor data.
 
 Each worker thread takes ranges of steps and copies their tensors front to back: buffers of at most 1 MiB are filled
-from the source, checksummed while in cache, and written to the files of the group. Results depend on the plan alone,
-never on the number of workers or their timing.
+from the source, checksummed while in cache, and written to the files of their file group. Results depend on the plan
+alone, never on the number of workers or their timing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CopyResult:
     """Result of a copy.
 
     Attributes:
-        digests: Digest of the row-major bytes of each tensor or pickled object, in hex, by target name; independent of
-            its shards.
+        digests: Digest of the row-major bytes of each tensor or pickled object, in hex, by target name; it does not
+            depend on how the tensor is sharded.
         file_digests: Digest of each target file, in hex, by name.
         bytes_read: Number of bytes read from the source, including those that a resumed run only compares.
         bytes_written: Number of bytes written; less than planned if the run was resumed.
@@ -65,7 +65,7 @@ class CopyResult:
     def add(self, other: CopyResult) -> None:
         """Add the digests and counts of another process, which copied other files.
 
-        `was_locked`, `leftover`, `was_complete` and `peak_rss`, which describe the whole copy, do not change.
+        The other attributes, which describe the whole copy, do not change.
         """
         self.digests |= other.digests
         self.file_digests |= other.file_digests
@@ -86,7 +86,7 @@ def execute(
     max_memory: int,
     resumed: bool = False,
     on_progress: Callable[[int], None] = lambda nbytes: None,
-    groups: Collection[int] | None = None,
+    group_indices: Collection[int] | None = None,
 ) -> CopyResult:
     """Write the files of `plan` to `tree`.
 
@@ -101,7 +101,7 @@ def execute(
             fixed sizes.
         resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
         on_progress: Called regularly in the calling thread with the number of bytes written so far.
-        groups: Indices of the groups to write; None for all. The result covers only these.
+        group_indices: Indices in the plan of the file groups to write; None for all. The result covers only these.
 
     Raises:
         InputError: The source is corrupt.
@@ -109,7 +109,7 @@ def execute(
         SpaceError: The disk is full.
         OutputError: The target cannot be written.
     """
-    return CopyExecution(plan, source, tree, journal, workers, max_memory, resumed, groups).run(on_progress)
+    return CopyExecution(plan, source, tree, journal, workers, max_memory, resumed, group_indices).run(on_progress)
 
 
 class CopyExecution:
@@ -125,11 +125,11 @@ class CopyExecution:
         workers: Number of threads, at most as many as `max_memory` allows to read tensors that are not row-major.
         memory_per_worker: Limit for the buffers of strided reads of one worker, in bytes.
         result: Result, complete after `run`.
-        file_digests: Digests of each target file, by index in the plan.
+        file_digests: Digests of the leaves of each target file, by index in the plan.
         target_files: Open target files, by index in the plan.
         errors: Exceptions of the workers; `run` raises the first.
         stop_event: Set when a worker failed or the run is interrupted.
-        bytes_written: Number of bytes written by each worker.
+        bytes_written: Number of bytes written by each worker, by index of the worker.
     """
 
     def __init__(
@@ -141,12 +141,14 @@ class CopyExecution:
         workers: int,
         max_memory: int,
         resumed: bool,
-        groups: Collection[int] | None,
+        group_indices: Collection[int] | None,
     ) -> None:
         self.plan, self.source, self.tree, self.resumed = plan, source, tree, resumed
-        step_ranges = [each for each in plan.step_ranges() if groups is None or each.group in groups]
-        indices = range(len(plan.groups)) if groups is None else groups
-        self.files = sorted(index for group in indices for index in plan.groups[group].files)
+        step_ranges = [
+            each for each in plan.step_ranges() if group_indices is None or each.group_index in group_indices
+        ]
+        indices = range(len(plan.file_groups)) if group_indices is None else group_indices
+        self.files = sorted(index for group in indices for index in plan.file_groups[group].files)
         self.queue = deque(step_ranges)
         largest_row = max((strided_row_nbytes(step.source) for step in plan.steps()), default=0)
         workers_in_memory = max_memory // largest_row if largest_row else workers
@@ -198,6 +200,7 @@ class CopyExecution:
         return self.result
 
     def _work(self, worker: int) -> None:
+        """Copy step ranges of the queue in the worker thread with this index, until none is left or a worker fails."""
         reader = TensorReader(self.source, self.memory_per_worker, self._checked_records)
         buffers = Buffers()
         try:
@@ -219,8 +222,8 @@ class CopyExecution:
             self.result.records_without_crc += reader.records_without_crc
 
     def _digest_files(self) -> None:
-        """Combine the leaf digests of each file; leaves that no worker wrote as a whole and in order are read back."""
-        undigested: deque[tuple[int, int, int]] = deque()
+        """Combine the leaf digests of each file; leaves that were not written front to back are read back for this."""
+        undigested: deque[tuple[int, int, int]] = deque()  # see `_digest_leaves`
         for index in self.files:
             nbytes = self.plan.files[index].nbytes
             actual = self.target_files[index].size
@@ -268,7 +271,7 @@ class CopyExecution:
 
 def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, int, int]]:
     """Yield file, offset and number of bytes of each chunk that a step range reads, in order."""
-    for step in plan.groups[step_range.group].steps[step_range.first : step_range.stop]:
+    for step in plan.file_groups[step_range.group_index].steps[step_range.first_step : step_range.stop_step]:
         entry = step.source
         region = full_region(entry.shape)
         if step_range.dim0_range is not None:
@@ -280,9 +283,11 @@ def _chunk_spans(plan: CopyPlan, step_range: StepRange) -> Iterator[tuple[str, i
 
 
 def _create_split_tensors(step_ranges: list[StepRange]) -> dict[tuple[int, int], SplitTensor]:
-    """Return the shared results of each tensor that several workers copy, by (group, step)."""
-    counts: dict[tuple[int, int], int] = {}
+    """Return the shared results of each tensor that several workers copy, by index of file group and step."""
+    counts: dict[tuple[int, int], int] = {}  # number of step ranges for the tensor
     for step_range in step_ranges:
         if step_range.dim0_range is not None:
-            counts[step_range.group, step_range.first] = counts.get((step_range.group, step_range.first), 0) + 1
+            counts[step_range.group_index, step_range.first_step] = (
+                counts.get((step_range.group_index, step_range.first_step), 0) + 1
+            )
     return {key: SplitTensor(count) for key, count in counts.items()}

@@ -1,12 +1,12 @@
-"""Sharded tensor as a grid of bytes: rows of equal width, and the cell of each block in them.
+"""Sharded tensor as a grid of bytes: rows of equal width, and the cell of each block (shard on one rank) in them.
 
     tensor (4, 6) sharded on dim 1 over two ranks   rows 4, width 6 * itemsize
     +-----+-----+                                   cell of block 0: rows 0:4, bytes 0 : 3 * itemsize
     |  0  |  1  |                                   cell of block 1: rows 0:4, bytes 3 * itemsize : 6 * itemsize
     +-----+-----+
 
-Within a cell the bytes of its block follow each other in the same order as in the tensor, so that one pass over the
-tensor in row-major order fills every block front to back.
+The bytes of a block are in the same order as in the tensor, so that one pass over the tensor in row-major order fills
+every block front to back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckptx.errors import InternalError
 class Cell(NamedTuple):
     """Bytes `left` to `right` of the rows `top` to `bottom`; the ends are exclusive.
 
-    `block` is the index of the block among the regions of `build_grid`, `offset_in_block` the number of its bytes
-    before the cell: not 0 only in a grid from `slice_dim0`.
+    `block` is the index of the block in the `regions` of `build_grid`. `offset_in_block` is the number of bytes of the
+    block before the cell: 0, except in a grid from `slice_dim0`.
     """
 
     block: int
@@ -42,16 +42,16 @@ class Cell(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Contiguous bytes of the tensor in one cell: index of the block, and number of bytes."""
+    """Contiguous bytes of the tensor that are in one cell: index of its block, and number of bytes."""
 
     block: int
     nbytes: int
 
 
 class Grid(NamedTuple):
-    """Rows of `width` bytes and the cells in them. The cells tile the rows; those of replicas overlap others.
+    """Rows of `width` bytes and the cells in them. The cells tile the rows; those of replicas repeat others.
 
-    `rows_per_index` is the number of rows for one index of dim 0; 0 if an index is only a part of a row.
+    `rows_per_index` is the number of rows for one index of dim 0; 0 if the grid is a single row with all of dim 0.
     """
 
     rows: int
@@ -70,7 +70,10 @@ class Grid(NamedTuple):
         return min((cell.right - cell.left for cell in self.cells if cell.nbytes), default=self.width)
 
     def slice_dim0(self, begin: int, end: int, dim0_size: int) -> Grid:
-        """Return the part for indices `begin` to `end` of dim 0 of size `dim0_size`; blocks keep their index."""
+        """Return the part for indices `begin` to `end` (exclusive) of dim 0, which has size `dim0_size`.
+
+        Cells outside the part are left out; the others keep the index of their block.
+        """
         if self.rows_per_index:
             top, bottom, left, right = begin * self.rows_per_index, end * self.rows_per_index, 0, self.width
         else:
@@ -105,16 +108,20 @@ class Grid(NamedTuple):
 
 
 def is_grid(shape: Shape, regions: Sequence[Region]) -> bool:
-    """Return True if `regions` are sharded on at most one dim other than dim 0, or each has contiguous bytes."""
+    """Return True if `build_grid` has a grid for `regions`.
+
+    They are sharded on at most one dim other than dim 0, or the bytes of each region are contiguous in the tensor.
+    """
     return _has_at_most_one_inner_dim(_sharded_dims(shape, regions)) or _are_contiguous(shape, regions)
 
 
 def _has_at_most_one_inner_dim(sharded_dims: Sequence[int]) -> bool:
+    """Return True if at most one of the dims, which are in increasing order, is not dim 0."""
     return not any(0 < dim < sharded_dims[-1] for dim in sharded_dims)
 
 
 def _are_contiguous(shape: Shape, regions: Sequence[Region]) -> bool:
-    """Return True if each region has one index of the first dims, a range of the next one, and all of the others."""
+    """Return True if each region has one index of each of the first dims, a range of the next dim, and all others."""
     for region in regions:
         dims = [dim for dim, size in enumerate(region.sizes) if size != 1]
         if dims and region.sizes[dims[0] + 1 :] != shape[dims[0] + 1 :]:
@@ -131,10 +138,10 @@ def build_grid(dtype: DType, shape: Shape, regions: Sequence[Region]) -> Grid:
     """Return the grid of a tensor sharded into `regions` on at most one dim other than dim 0, as with TP and FSDP.
 
     Regions with contiguous bytes, such as gate and up of one expert of one layer, are cells of a single row. The
-    regions tile the tensor, apart from replicas, which repeat a region.
+    regions have to tile the tensor, apart from replicas, which repeat a region; the planner checks this.
 
     Raises:
-        InternalError: The regions are sharded on more dims and not contiguous.
+        InternalError: `is_grid` returns False for the regions.
     """
     sharded_dims = _sharded_dims(shape, regions)
     if not _has_at_most_one_inner_dim(sharded_dims):

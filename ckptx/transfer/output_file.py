@@ -10,11 +10,12 @@ from ckptx.transfer.digest import TreeDigest
 
 
 class FileDigests:
-    """Leaf digests of a file that several workers write; a leaf is a block of `LEAF_NBYTES` bytes.
+    """Leaf digests of a file that several workers write; leaf i is bytes i * `LEAF_NBYTES` to (i + 1) * `LEAF_NBYTES`.
 
     Attributes:
         leaves: Index of the leaf -> digest of the complete leaf.
-        partial_leaves: Position in bytes -> digest of the leaf that was written in order up to that position.
+        partial_leaves: Position in the file in bytes -> unfinished digest of the leaf with this position, whose bytes
+            were written in order up to it.
     """
 
     __slots__ = ("leaves", "partial_leaves")
@@ -24,7 +25,10 @@ class FileDigests:
         self.partial_leaves: dict[int, TreeDigest] = {}
 
     def find_undigested_leaves(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return each leaf of a file of `nbytes` that is not digested yet, as (index, first byte to read)."""
+        """Return each leaf of a file of `nbytes` without a complete digest, as (index, first byte to read).
+
+        The first byte is that of the leaf, or the position of its partial digest.
+        """
         positions = {position // digest.LEAF_NBYTES: position for position in self.partial_leaves}
         count = -(-nbytes // digest.LEAF_NBYTES)
         return [
@@ -35,8 +39,9 @@ class FileDigests:
 class FileWriter:
     """Writer of the range of a target file that one worker writes.
 
-    The buffer is written with one call when it ends at a multiple of its size, so that writes are aligned as long as
-    the worker writes front to back; it may also seek, for two blocks of one tensor in the same file.
+    The contents of the buffer are written with one call when they end at a multiple of the buffer size in the file, so
+    that writes are aligned as long as the worker writes front to back. The writer may also seek, for two blocks of one
+    tensor in the same file.
 
     Attributes:
         position: Position in the file of the first byte in the buffer.
@@ -62,15 +67,15 @@ class FileWriter:
             nbytes: Total size of the file.
             buffer: Buffer whose size divides `LEAF_NBYTES`.
             digests: Receives the digest of each leaf of the file that this worker completes.
-            on_write: Called with the number of bytes before they are written.
-            position: First position to write.
+            on_write: Called before each write with its number of bytes.
+            position: Position of the first byte to write.
         """
         self.nbytes, self.position, self.buffered = nbytes, position, 0
         self._file, self._buffer, self._file_digests, self._on_write = file, buffer, digests, on_write
         self._leaf_digest = digests.partial_leaves.pop(position, None)
 
     def seek(self, position: int) -> None:
-        """Continue at `position`."""
+        """Continue at `position`, after flushing the buffer if it is another than the current one."""
         if position != self.position + self.buffered:
             self.suspend()
             self.position = position
@@ -107,7 +112,7 @@ class FileWriter:
             self.advance(len(view))
 
     def write_through(self, view: memoryview) -> None:
-        """Write bytes from a buffer of the caller, after flushing the own buffer."""
+        """Write bytes from a buffer of the caller, after flushing the buffer of this writer."""
         self.flush()
         self._write_view(view)
 
@@ -135,7 +140,7 @@ class FileWriter:
             self._file_digests.partial_leaves[self.position], self._leaf_digest = self._leaf_digest, None
 
     def _update_digest(self, view: memoryview, position: int) -> None:
-        """Digest leaves that are written in order; the executor reads the other leaves again at the end."""
+        """Digest leaves that are written front to back; the executor reads the other leaves again at the end."""
         if position % digest.LEAF_NBYTES == 0:
             self._leaf_digest = TreeDigest()
         if self._leaf_digest is None:

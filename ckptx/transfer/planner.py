@@ -10,7 +10,7 @@ from ckptx.catalog.entry import Block, BytesEntry, Chunk, ShardedChunks, TensorE
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Shape, find_coverage_fault, full_region
 from ckptx.errors import InternalError
-from ckptx.transfer.plan import CopyPlan, CopyStep, FileGroup, FrameBuilder, TargetFile
+from ckptx.transfer.plan import ArchiveFrameBuilder, CopyPlan, CopyStep, FileGroup, TargetFile
 
 _REPORT_BUG = "this is a bug in ckptx, please report it"
 
@@ -20,21 +20,22 @@ def plan_copy(
     target: Catalog,
     source_names: Mapping[str, str],
     *,
-    build_frame: FrameBuilder | None = None,
+    build_frame: ArchiveFrameBuilder | None = None,
     prologues: Mapping[str, bytes] | None = None,
-    groups: Iterable[Sequence[str]] | None = None,
+    file_groups: Iterable[Sequence[str]] | None = None,
 ) -> CopyPlan:
-    """Plan the copy of every tensor of `target` from its tensor of `source`.
+    """Plan the copy of every tensor and pickled object of `target` from the one of `source` with its name there.
 
     Args:
-        source: Source catalog, with payloads located.
-        target: Target catalog, in which every chunk has its file and offset. Tensors of one group are in the order of
-            their blocks.
+        source: Source catalog, whose chunks are those of the elements also where the format has archives
+            (`locate_payloads`).
+        target: Target catalog, in which every chunk has its file and offset. Tensors of a file group with several files
+            are in the order of their blocks.
         source_names: Name in `target` -> name in `source`, for tensors and objects.
-        build_frame: Function that returns the frame around a block, which chunks of `target` then include; None for
-            formats without frames.
-        prologues: File name -> first bytes of the file.
-        groups: Names of files that are written together; None to write each file on its own.
+        build_frame: Function that returns the archive frame around a block from dtype and shape of the block; offsets
+            and lengths of the chunks of `target` then include the frame. None for formats without frames.
+        prologues: File name -> bytes before the first block of the file; None for no file.
+        file_groups: Names of the files of each group that is written together; None to write each file on its own.
 
     Raises:
         InternalError: A tensor has another shape in the source, the target is not exactly covered by its chunks, or a
@@ -49,18 +50,18 @@ def plan_copy(
     coverage_check = _CoverageCheck()
     for step in steps:
         coverage_check.check(step)
-    group_names = [tuple(group) for group in groups] if groups is not None else [(name,) for name in target.files]
-    group_by_file = {name: index for index, group in enumerate(group_names) for name in group}
-    steps_by_group: list[list[CopyStep]] = [[] for _ in group_names]
+    groups = [tuple(group) for group in file_groups] if file_groups is not None else [(name,) for name in target.files]
+    group_by_file = {name: index for index, group in enumerate(groups) for name in group}
+    steps_by_group: list[list[CopyStep]] = [[] for _ in groups]
     for step in steps:
         steps_by_group[group_by_file[step.target.position[0]]].append(step)
     files = list(target.files)
     end_by_file = {name: len(prologues.get(name, b"")) for name in files}
     block_counts = dict.fromkeys(files, 0)
     for index, group in enumerate(steps_by_group):
-        if len(group_names[index]) == 1:
+        if len(groups[index]) == 1:
             group.sort(key=lambda step: step.target.position[1])
-        _check_files(group, frozenset(group_names[index]), end_by_file, block_counts)
+        _check_files(group, frozenset(groups[index]), end_by_file, block_counts)
     for name, nbytes in target.files.items():
         if end_by_file[name] != nbytes:
             raise InternalError(f"{name}: planned {nbytes} bytes, blocks end at {end_by_file[name]}; {_REPORT_BUG}")
@@ -69,7 +70,7 @@ def plan_copy(
         tuple(TargetFile(name, target.files[name], prologues.get(name, b""), block_counts[name]) for name in files),
         tuple(
             FileGroup(tuple(index_by_file[name] for name in names), tuple(group_steps))
-            for names, group_steps in zip(group_names, steps_by_group, strict=True)
+            for names, group_steps in zip(groups, steps_by_group, strict=True)
         ),
         build_frame,
         sum(step.source.nbytes for step in steps),
@@ -78,7 +79,7 @@ def plan_copy(
 
 
 def _convert_to_tensor(entry: BytesEntry) -> TensorEntry:
-    """Return an entry for a pickled object as a tensor of bytes."""
+    """Return the entry of a pickled object as a 1-d U8 tensor of its bytes."""
     shape = (entry.nbytes,)
     return TensorEntry(
         entry.name, DTYPES_BY_NAME["U8"], shape, (Chunk(full_region(shape), entry.file, entry.offset, entry.nbytes),)
@@ -86,7 +87,7 @@ def _convert_to_tensor(entry: BytesEntry) -> TensorEntry:
 
 
 class _CoverageCheck:
-    """Check of coverage, done once for all tensors with the same blocks."""
+    """Check that each target element is written exactly once; tensors with the same blocks are checked only once."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[int, Shape]] = set()
@@ -134,7 +135,17 @@ def _check_replicas(target: TensorEntry, blocks: Sequence[Block]) -> None:
 def _check_files(
     steps: Sequence[CopyStep], files: frozenset[str], end_by_file: dict[str, int], block_counts: dict[str, int]
 ) -> None:
-    """Check that each block of a group begins where the one before it in its file ends."""
+    """Check that each block of a file group begins where the one before it in its file ends.
+
+    Args:
+        steps: Steps of the file group, in the order of their blocks.
+        files: Names of the files of the group.
+        end_by_file: File name -> end of the last block in bytes, first that of the prologue; updated.
+        block_counts: File name -> number of blocks; updated.
+
+    Raises:
+        InternalError: A block is in a file of another group, or there is a gap or an overlap.
+    """
     for step in steps:
         chunks = step.target.chunks
         positions: Iterable[tuple[str, int, int]]

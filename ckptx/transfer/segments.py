@@ -1,14 +1,14 @@
 """Plan the reads that give a region of a tensor in row-major order from its chunks.
 
-    chunks split along rows           chunks split along columns
+    tensor split along dim 0          tensor split along dim 1
     +---------+                       +----+----+
-    |    A    |   A, then B:          | A  | B  |   row by row, A and B in turn: the tile
-    +---------+   two spans           |    |    |   reads whole rows of A and of B, then
-    |    B    |                       |    |    |   merges their rows
-    +---------+                       +----+----+
+    |    A    |   chunk A, then B:    | A  | B  |   each row is a row of chunk A and one of B:
+    +---------+   two spans           |    |    |   a tile reads several rows of A with one
+    |    B    |                       |    |    |   call, those of B with another, and copies
+    +---------+                       +----+----+   them side by side
 
-The order is that of the target, so that one pass can copy, checksum and digest; each chunk is nevertheless read front
-to back, so that its recorded CRC can be checked in the same pass.
+The row-major order is also that of the target, so that one pass can copy, checksum and digest. The reads of each chunk
+go from its front to its back, so that its recorded CRC can be checked in the same pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptx.catalog.region import Region, Shape
 # A shorter row segment is read together with its neighbors and reordered in memory, because one system call per row of
 # a narrow shard would cost more than its bytes.
 _MIN_SPAN_NBYTES = 64 << 10
-TILE_NBYTES = 1 << 20
+TILE_NBYTES = 1 << 20  # largest size of a tile, and of the read of one of its strips
 
 
 class Span(NamedTuple):
@@ -41,8 +41,8 @@ class Span(NamedTuple):
 class Strip(NamedTuple):
     """Part of a tile: `rows` rows of `width` bytes, which go to byte `column` of the rows of the tile.
 
-    `chunk` is the index of the chunk in its entry. In its file, the first row is at `offset`, and the next row always
-    `pitch` bytes after the one before.
+    `chunk` is the index of the chunk in its entry. In the file of the chunk, the first row begins at byte `offset`, and
+    each next row `pitch` bytes after the one before.
     """
 
     chunk: int
@@ -54,7 +54,7 @@ class Strip(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of `width` bytes, made of strips that cover them exactly."""
+    """`rows` rows of `width` bytes in memory, made of strips that cover them exactly."""
 
     rows: int
     width: int
@@ -92,16 +92,17 @@ def iterate_segments(entry: TensorEntry, region: Region) -> Iterator[Segment]:
 class _RegionSplitter:
     """Splitter of a region into reads.
 
-    The dims of the region are split into outer dims, which are looped; dims that are flattened to rows; the sharded
-    dim, along which a row is made up of several chunks; and the dims after it, one unit.
+    The dims of the region are, in this order: outer dims, which are looped; dims that are flattened to rows; the
+    sharded dim, along which a row consists of several chunks; and the dims after it, which every chunk has in full. A
+    unit is one index of the sharded dim with all dims after it.
 
     Attributes:
         entry: Tensor to read.
         region: Region of the tensor.
         overlaps: Index of each chunk that overlaps the region, and the intersection of both.
-        sharded_dim: Last dim along which the region is not whole in every chunk; 0 if there is none.
-        row_dim: The one before it; 0 if there is none.
-        unit_bits: Size of one index of `sharded_dim` in bits.
+        sharded_dim: Last dim along which a chunk has other indices than the region; 0 if there is none.
+        row_dim: Last such dim before `sharded_dim`, the first one of the rows; 0 if there is none.
+        unit_bits: Size of a unit in bits.
     """
 
     def __init__(self, entry: TensorEntry, region: Region, overlaps: list[tuple[int, Region]]) -> None:
@@ -122,15 +123,17 @@ class _RegionSplitter:
     def iterate_segments(self) -> Iterator[Segment]:
         begin, sizes = self.region
         has_strides = any(self.entry.chunks[i].strides is not None for i, _ in self.overlaps)
-        outer_dims = self.sharded_dim if has_strides else self.row_dim
-        overlaps_by_index = self._group_by_first_index() if outer_dims else {}
-        for outer in product(*(range(b, b + n) for b, n in zip(begin, sizes[:outer_dims], strict=False))):
+        num_outer_dims = self.sharded_dim if has_strides else self.row_dim
+        overlaps_by_index = self._group_by_first_index() if num_outer_dims else {}
+        for outer in product(
+            *(range(start, start + size) for start, size in zip(begin, sizes[:num_outer_dims], strict=False))
+        ):
             overlaps = overlaps_by_index[outer[0]] if outer else self.overlaps
             if len(outer) > 1:
                 overlaps = [
                     (i, overlap)
                     for i, overlap in overlaps
-                    if all(o <= at < o + n for o, n, at in zip(*overlap, outer, strict=False))
+                    if all(start <= at < start + size for start, size, at in zip(*overlap, outer, strict=False))
                 ]
             if has_strides or self.sharded_dim == self.row_dim:
                 yield from self._iterate_chunks(outer, overlaps, has_strides)
@@ -138,7 +141,10 @@ class _RegionSplitter:
                 yield from self._iterate_rows(outer, overlaps)
 
     def _group_by_first_index(self) -> dict[int, list[tuple[int, Region]]]:
-        """Return index of dim 0 -> chunks that hold it, as in `overlaps`; fast for hundreds of experts."""
+        """Return index of dim 0 -> those of `overlaps` that have this index.
+
+        The caller then does not search all chunks for each index, which is slow with hundreds of experts.
+        """
         overlaps: dict[int, list[tuple[int, Region]]] = {}
         for i, overlap in self.overlaps:
             for index in range(overlap.offsets[0], overlap.offsets[0] + overlap.sizes[0]):
@@ -146,7 +152,13 @@ class _RegionSplitter:
         return overlaps
 
     def _iterate_chunks(self, outer: Shape, overlaps: list[tuple[int, Region]], has_strides: bool) -> Iterator[Segment]:
-        """Yield the read of each chunk, one after the other along the sharded dim."""
+        """Yield one read per chunk, in the order of the chunks along the sharded dim.
+
+        Args:
+            outer: Indices of the outer dims.
+            overlaps: Index of each chunk with these indices, and its intersection with the region.
+            has_strides: True if any chunk of the region has strides.
+        """
         dim = self.sharded_dim
         for i, overlap in sorted(overlaps, key=lambda item: item[1].offsets[dim : dim + 1]):
             if has_strides and self.entry.chunks[i].strides is not None:
@@ -155,16 +167,16 @@ class _RegionSplitter:
                 yield Span(i, self._position(i, outer, overlap, dim), self._nbytes(prod(overlap.sizes[dim : dim + 1])))
 
     def _iterate_rows(self, outer: Shape, overlaps: list[tuple[int, Region]]) -> Iterator[Segment]:
-        """Yield the reads of rows that several chunks make up: tiles of rows, or spans if the rows are long.
+        """Yield the reads of rows that consist of several chunks: tiles of rows, or spans if the rows are long.
 
         Args:
-            outer: Indices of the dims before the rows.
-            overlaps: Index of each chunk, and its intersection with the region.
+            outer: Indices of the outer dims.
+            overlaps: Index of each chunk with these indices, and its intersection with the region.
         """
-        first, dim = self.row_dim, self.sharded_dim
-        inner_rows = prod(self.region.sizes[first + 1 : dim])  # whole dims in between: their rows follow each other
+        row_dim, dim = self.row_dim, self.sharded_dim
+        inner_rows = prod(self.region.sizes[row_dim + 1 : dim])  # rows of one index of `row_dim`, adjacent in a chunk
         width = self._nbytes(self.region.sizes[dim])
-        for low, high, members in _iterate_row_ranges(overlaps, first):
+        for low, high, members in _iterate_row_ranges(overlaps, row_dim):
             members = sorted(members, key=lambda item: item[1].offsets[dim])
             rows = (high - low) * inner_rows
             min_width = self._nbytes(min(overlap.sizes[dim] for _, overlap in members))
@@ -176,9 +188,10 @@ class _RegionSplitter:
                     for i, overlap, start, pitch in starts:
                         yield Span(i, start + row * pitch, self._nbytes(overlap.sizes[dim]))
                 continue
-            step = max(1, TILE_NBYTES // max(width, *(pitch for *_, pitch in starts)))  # gaps between rows are read too
-            for row in range(0, rows, step):
-                count = min(step, rows - row)
+            # The pitch counts because the bytes between the rows of a strip are read, too.
+            rows_per_tile = max(1, TILE_NBYTES // max(width, *(pitch for *_, pitch in starts)))
+            for row in range(0, rows, rows_per_tile):
+                count = min(rows_per_tile, rows - row)
                 yield Tile(
                     count,
                     width,
@@ -200,23 +213,31 @@ class _RegionSplitter:
         return self._nbytes(self.entry.chunks[index].region.sizes[self.sharded_dim])
 
     def _nbytes(self, units: int) -> int:
+        """Return the size of this number of units in bytes."""
         return units * self.unit_bits // 8
 
     def _position(self, index: int, outer: Shape, overlap: Region, dim: int) -> int:
-        """Return the position in its file at which an overlap begins, given the coordinates of the outer dims."""
+        """Return the byte of its file at which the overlap of a chunk begins.
+
+        Args:
+            index: Index of the chunk.
+            outer: Indices of the first dims, which replace the begin of the overlap in these dims.
+            overlap: Intersection of the chunk and the region.
+            dim: The sharded dim; along the dims after it, the overlap begins where the chunk begins.
+        """
         chunk: Chunk = self.entry.chunks[index]
         begin, sizes = chunk.region
         index_in_tensor = (*outer, *overlap.offsets[len(outer) :])
         flat = 0
-        for position, start, size in zip(index_in_tensor[: dim + 1], begin, sizes, strict=False):
-            flat = flat * size + position - start
+        for coordinate, start, size in zip(index_in_tensor[: dim + 1], begin, sizes, strict=False):
+            flat = flat * size + coordinate - start
         return chunk.offset + self._nbytes(flat)
 
 
 def _iterate_row_ranges(
     overlaps: list[tuple[int, Region]], dim: int
 ) -> Iterator[tuple[int, int, list[tuple[int, Region]]]]:
-    """Yield begin and end of each range along `dim` in which the same chunks make up all rows, with these chunks."""
+    """Yield begin, end and overlaps of each range along `dim` in which all rows consist of the same chunks."""
     points = sorted(
         {
             point

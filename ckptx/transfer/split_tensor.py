@@ -1,4 +1,7 @@
-"""Shared results of the workers that write one large tensor; the last worker combines them."""
+"""Shared results of the workers that copy one large tensor; the last worker combines them.
+
+The share of a worker is the part of the tensor in its step range: a range of dim 0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ckptx.transfer.digest import join_crc32
 
 
 class ChecksumPart(NamedTuple):
-    """CRC-32 of `nbytes` bytes at offset `offset` of a block or record."""
+    """CRC-32 of `nbytes` bytes from byte `offset` of a block or record on."""
 
     offset: int
     nbytes: int
@@ -19,7 +22,7 @@ class ChecksumPart(NamedTuple):
 
 
 class RecordPart(NamedTuple):
-    """Part of a checksummed record of the source."""
+    """Part of a checksummed record of the source: file name, the whole record, and the CRC-32 of the part."""
 
     file: str
     record: Record

@@ -2,6 +2,10 @@
 
 A block with long rows is read directly into the buffer that is written next. Short rows are read into a tile first and
 copied out of it in memory, because a system call per row of a narrow shard would cost more than its bytes.
+
+Each step range has a journal, a file in a directory of its own, from which an interrupted run is resumed. It has one
+entry per completely written step, in order: the digests of the leaves of the tensor, or of its part in the step range,
+and, if the tensor has several blocks, a hash of each block (its CRC-32 in formats with frames).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from threading import Event
 from typing import NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Frame, ShardedChunks
+from ckptx.catalog.entry import ArchiveFrame, ShardedChunks
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.storage.interface import OutputFile, OutputTree
@@ -31,8 +35,8 @@ from ckptx.transfer.split_tensor import ChecksumPart, RecordPart, SplitTensor, j
 from ckptx.transfer.stream import Sink, TensorReader
 
 BUFFER_NBYTES = 1 << 20
-_MIN_BUFFER_NBYTES = 64 << 10
-# Buffers of all files of a group together; they should still be in the cache when they are written.
+_MIN_BUFFER_NBYTES = 64 << 10  # of one file, also if the buffers of its file group exceed the limit below
+# Limit for the buffers of all files of a file group together: they should be in the cache when they are written.
 _GROUP_BUFFERS_NBYTES = 4 << 20
 _MIN_DIRECT_ROW_NBYTES = 64 << 10  # bytes per row of a block from which one system call per row pays off
 
@@ -53,12 +57,13 @@ class CopyContext:
         tree: Directory of the target files.
         journal: Directory of the journals of finished tensors.
         resumed: True if files and journals of an interrupted run may exist; False to refuse existing files.
-        split_tensors: (group, step) of a large tensor -> shared results of the step ranges that copy parts of it.
-        files: Target files by index in the plan.
-        file_digests: Partial digests of target files by index in the plan.
+        split_tensors: Index of the file group and of the step in it -> shared results of the step ranges that each
+            copy a part of this large tensor.
+        files: Open target files by index in the plan.
+        file_digests: Digests of the leaves of target files written so far, by index in the plan.
         digests: Digest of each finished tensor or pickled object by target name, in hex.
         overflow_counts: Number of elements that casts made infinite or zero, by target name.
-        bytes_written: Number of bytes written by each worker.
+        bytes_written: Number of bytes written by each worker, by index of the worker.
         stop_event: Set when a worker failed or the run is interrupted.
     """
 
@@ -89,19 +94,19 @@ class Buffers:
 
 
 class _StepSharding(NamedTuple):
-    """Sharding of a tensor, shared by all tensors with the same blocks.
+    """Sharding of a target tensor, shared by all tensors with the same blocks, dtype and shape.
 
     Attributes:
         grid: Grid of the tensor.
-        frames: Frame around each block; None for none.
+        frames: Archive frame around each block; None for a block without one.
         block_nbytes: Size of each block in bytes, without its frame.
         has_replicas: True if a block is a replica of another one.
-        is_whole: True if one block is the whole tensor.
-        small: The same for `SmallTensorCopier`; None unless the tensor has elements and fits into half a buffer.
+        is_whole: True if the only block is the whole tensor.
+        small: The same sharding for `SmallTensorCopier`; None if the tensor is empty or larger than half a buffer.
     """
 
     grid: Grid
-    frames: tuple[Frame | None, ...]
+    frames: tuple[ArchiveFrame | None, ...]
     block_nbytes: tuple[int, ...]
     has_replicas: bool
     is_whole: bool
@@ -109,7 +114,7 @@ class _StepSharding(NamedTuple):
 
 
 def _is_buffered(block_ends: list[tuple[FileWriter, int]]) -> bool:
-    """Return True if a block that ends at one of these positions is not written yet."""
+    """Return True if a block is not completely written yet, given the writer of its file and its end there in bytes."""
     for file_writer, end in block_ends:  # noqa: SIM110 (any() takes three times as long)
         if file_writer.position < end and file_writer.buffered:
             return True
@@ -126,14 +131,14 @@ class StepRangeCopier:
 
         Args:
             context: State of the whole copy, to which results are added.
-            step_range: Steps to copy, or the range of dim 0 of one large tensor.
+            step_range: Steps to copy, or a step and the range of dim 0 of its large tensor.
             reader: Reader of the source.
             buffers: Buffers of the worker.
             worker: Index of the worker in `CopyContext.bytes_written`.
         """
         self._context, self._plan, self._reader, self._worker = context, context.plan, reader, worker
         self._step_range, self._buffers = step_range, buffers
-        self._group = context.plan.groups[step_range.group]
+        self._group = context.plan.file_groups[step_range.group_index]
         self._index_in_group = {context.plan.files[file].name: number for number, file in enumerate(self._group.files)}
         self._buffer_nbytes = BUFFER_NBYTES
         while (
@@ -148,11 +153,14 @@ class StepRangeCopier:
         self._shardings: dict[tuple[int, DType, Shape, bool], _StepSharding] = {}
         self._ids = ObjectIds()
         self._split_tensor = (
-            context.split_tensors[step_range.group, step_range.first] if step_range.dim0_range is not None else None
+            context.split_tensors[step_range.group_index, step_range.first_step]
+            if step_range.dim0_range is not None
+            else None
         )
-        self._unjournaled: deque[tuple[list[tuple[FileWriter, int]], bytes]] = deque()  # (file, end) of blocks, digests
+        # For each copied step without journal entry yet: file writer and end in bytes of each block, and the entry.
+        self._unjournaled: deque[tuple[list[tuple[FileWriter, int]], bytes]] = deque()
         suffix = "" if step_range.dim0_range is None else f"-{step_range.dim0_range[0]}"
-        self._journal_name = f"{step_range.group:05d}-{step_range.first:07d}{suffix}"
+        self._journal_name = f"{step_range.group_index:05d}-{step_range.first_step:07d}{suffix}"
 
     def copy(self) -> None:
         """Copy the tensors of the step range, except those that an interrupted run finished.
@@ -163,11 +171,11 @@ class StepRangeCopier:
             UnsupportedError: A strided tensor cannot be read within the memory limit of the reader.
             SpaceError, OutputError: The target cannot be written.
         """
-        steps = self._group.steps[self._step_range.first : self._step_range.stop]
+        steps = self._group.steps[self._step_range.first_step : self._step_range.stop_step]
         self._journal = self._context.journal.open_output(self._journal_name, None, keep=self._context.resumed)
         try:
             finished_count, self._journal_position = self._count_finished_steps(steps)
-            if self._step_range.first == 0 and self._step_range.dim0_range is None:
+            if self._step_range.first_step == 0 and self._step_range.dim0_range is None:
                 self._write_prologues(fresh=not finished_count)
             for step in steps[finished_count:]:
                 self._copy_step(step)
@@ -183,7 +191,7 @@ class StepRangeCopier:
         return self._context.files[self._group.files[self._index_in_group[name]]]
 
     def _open_file_writer(self, name: str, position: int) -> FileWriter:
-        """Return the writer of an output file, positioned at `position` in bytes; created on first use."""
+        """Return the writer of an output file, moved to byte `position`; create the writer on first use."""
         file_writer = self._file_writers.get(name)
         if file_writer is not None:
             file_writer.seek(position)
@@ -201,7 +209,11 @@ class StepRangeCopier:
         return file_writer
 
     def _on_write(self, nbytes: int) -> None:
-        """Count bytes that are about to be written, and record finished tensors; raise Cancelled to stop."""
+        """Count bytes that are about to be written, and record finished tensors in the journal.
+
+        Raises:
+            Cancelled: Another worker failed, or the run is interrupted.
+        """
         if self._context.stop_event.is_set():
             raise Cancelled
         self._context.bytes_written[self._worker] += nbytes
@@ -209,6 +221,11 @@ class StepRangeCopier:
             self._write_journal()
 
     def _write_prologues(self, fresh: bool) -> None:
+        """Write the first bytes of each file of the file group, which a previous run may have left incomplete.
+
+        If `fresh` is True, the first step is copied next and continues the writers of the files. If it is False, steps
+        are finished already, and the prologues are written without these writers.
+        """
         for file in self._group.files:
             name, prologue = self._plan.files[file].name, self._plan.files[file].prologue
             if prologue and fresh:
@@ -225,7 +242,7 @@ class StepRangeCopier:
         if blocks is None and len(chunks) > 1:
             return self._make_sharding(step, [chunk.region for chunk in chunks], False)
         # A single chunk is always the whole tensor.
-        key = (self._ids(blocks), step.target.dtype, step.target.shape, step.has_frame)
+        key = (self._ids(blocks), step.target.dtype, step.target.shape, step.is_tensor)
         sharding = self._shardings.get(key)
         if sharding is None:
             regions = [full_region(step.target.shape)] if blocks is None else [block.region for block in blocks]
@@ -235,7 +252,7 @@ class StepRangeCopier:
 
     def _make_sharding(self, step: CopyStep, regions: list[Region], has_replicas: bool) -> _StepSharding:
         dtype, shape = step.target.dtype, step.target.shape
-        build_frame = self._plan.build_frame if step.has_frame else None
+        build_frame = self._plan.build_frame if step.is_tensor else None
         frames = tuple([build_frame(dtype, region.sizes) if build_frame else None for region in regions])
         sizes = tuple([dtype.nbytes(region.numel) for region in regions])
         is_whole = len(regions) == 1 and regions[0].sizes == shape
@@ -288,7 +305,10 @@ class StepRangeCopier:
         return Region((dim0_range[0],) + (0,) * (len(shape) - 1), (dim0_range[1] - dim0_range[0], *shape[1:]))
 
     def _open_blocks(self, step: CopyStep, sharding: _StepSharding, grid: Grid) -> dict[int, BlockWriter]:
-        """Return a writer by index for each block in this step range; write the head of each that starts in it."""
+        """Return index of the block -> its writer, for each block with bytes in this step range.
+
+        Write the frame head of each block that starts in the step range, and complete blocks without elements.
+        """
         positions = list(self._block_positions(step))
         writers = {}
         for cell in grid.cells:
@@ -306,7 +326,10 @@ class StepRangeCopier:
         return writers
 
     def finish_block(self, writer: BlockWriter) -> None:
-        """Write the tail of a complete block; of a tensor that several workers copy, the last one writes the tails."""
+        """Write the frame tail of a complete block, except of a tensor that several workers copy.
+
+        The last of these workers writes the tails of such a tensor, see `_merge_share`.
+        """
         if writer.frame is not None and self._split_tensor is None:
             tail = writer.frame.build_tail(writer.crc)
             writer.out.write(tail)
@@ -333,7 +356,7 @@ class StepRangeCopier:
         tree: TreeDigest,
         record_parts: list[RecordPart] | None,
     ) -> None:
-        """Record the digests of a tensor, or of its share, all of which is in buffers or written."""
+        """Record the digests of a tensor, or of its part in this step range, which is in buffers or written."""
         journal_entry = b"".join(tree.leaves) or leaf_digest(b"")
         journal_entry += b"".join([block.to_journal_entry() for block in writers.values()])
         self._unjournaled.append(([(block.out, block.position) for block in writers.values()], journal_entry))
@@ -354,7 +377,13 @@ class StepRangeCopier:
         block_parts: list[tuple[int, ChecksumPart]],
         record_parts: list[RecordPart],
     ) -> None:
-        """Add the results of this share to those of the other workers; the last worker completes the blocks."""
+        """Add the results for the part of the tensor in this step range to those of the other workers.
+
+        The last worker checks the CRC-32 of source records that were read in parts, and writes the frame tails.
+
+        Raises:
+            InputError: The CRC-32 of a record of the source does not match.
+        """
         split_tensor, dim0_range = self._split_tensor, self._step_range.dim0_range
         assert split_tensor is not None and dim0_range is not None
         first_leaf = dim0_range[0] * (step.target.nbytes // step.target.shape[0]) // digest.LEAF_NBYTES
@@ -377,7 +406,7 @@ class StepRangeCopier:
     # ------------------------------------------------------------------------------------------------------- journal
 
     def _write_journal(self) -> None:
-        """Record in the journal the tensors that are completely written."""
+        """Add to the journal, in order, the entries of steps whose blocks are completely written."""
         entries = b""
         while self._unjournaled and not _is_buffered(self._unjournaled[0][0]):
             entries += self._unjournaled.popleft()[1]
@@ -386,10 +415,10 @@ class StepRangeCopier:
             self._journal_position += len(entries)
 
     def _count_finished_steps(self, steps: tuple[CopyStep, ...]) -> tuple[int, int]:
-        """Return the number of steps that need not be copied again, and the position at which the journal continues.
+        """Return the number of first steps that need not be copied again, and the length of their journal entries.
 
-        An interrupted run finished these steps, and they still match their digests in the journal and the source. The
-        source is read again for this, because names, sizes and times do not show whether it was rewritten in place.
+        An interrupted run finished these steps, and target and source still match their journal entries. The source is
+        read again for this, because names, sizes and times do not show whether it was rewritten in place.
         """
         journal = self._journal.read(min(self._journal.size, _MAX_JOURNAL_NBYTES), 0)
         position = 0
@@ -411,7 +440,7 @@ class StepRangeCopier:
     def _is_already_copied(self, step: CopyStep, sharding: _StepSharding, grid: Grid, journal_entry: bytes) -> bool:
         """Return True if the blocks in the target match the journal and the source still has these bytes.
 
-        Their digests are then recorded as if they had been written.
+        The results of the step are then recorded as if this run had copied it.
         """
         leaves_nbytes = max(1, -(-grid.nbytes // digest.LEAF_NBYTES)) * _LEAF_DIGEST_NBYTES
         leaves = [journal_entry[at : at + _LEAF_DIGEST_NBYTES] for at in range(0, leaves_nbytes, _LEAF_DIGEST_NBYTES)]
@@ -452,7 +481,7 @@ class StepRangeCopier:
         return True
 
     def _digest_target(self, file: OutputFile, start: int, nbytes: int) -> tuple[list[bytes], bytes, int]:
-        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, of fewer if the file ends before."""
+        """Return leaf digests, hash and CRC-32 of `nbytes` bytes of the target, or of fewer if the file is shorter."""
         tree, hasher, crc, nbytes_read = TreeDigest(), BlockHasher(), 0, 0
         buffer = self._buffers.get(0)
         while nbytes_read < nbytes:

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Chunk, Frame, LazyChunks, Record, TensorEntry
+from ckptx.catalog.entry import ArchiveFrame, Chunk, LazyChunks, Record, TensorEntry
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
@@ -46,7 +46,17 @@ def push(sink: Sink, data: memoryview) -> None:
 
 
 class _FrameBuffers(NamedTuple):
-    """Expected bytes around the elements of an archive, and memory for the actual ones, `nbytes` in all."""
+    """Expected archive frame around elements, and memory for the frame that is read from a file.
+
+    Attributes:
+        head: Expected bytes before the elements.
+        build_tail: Function that returns the expected bytes after the elements from their CRC-32.
+        before_crc: First bytes of the tail, before the CRC-32 of the elements; empty if there are no elements.
+        after_crc: Bytes of the tail right after this CRC-32; empty if there are no elements.
+        head_buffer: Memory for the head in the file.
+        tail_buffer: Memory for the tail in the file.
+        nbytes: Size of both buffers together.
+    """
 
     head: bytes
     build_tail: Callable[[int], bytes]
@@ -57,7 +67,7 @@ class _FrameBuffers(NamedTuple):
     nbytes: int
 
     @classmethod
-    def from_frame(cls, frame: Frame) -> _FrameBuffers:
+    def from_frame(cls, frame: ArchiveFrame) -> _FrameBuffers:
         head_buffer, tail_buffer = bytearray(len(frame.head)), bytearray(frame.tail_nbytes)
         nbytes = len(head_buffer) + len(tail_buffer)
         return cls(frame.head, frame.build_tail, *frame.tail_around_crc, head_buffer, tail_buffer, nbytes)
@@ -67,13 +77,13 @@ class _ArchiveSlot(NamedTuple):
     """Position of the elements of an archive in a tensor in memory.
 
     Attributes:
-        begin: First byte of their rows.
-        end: End of their rows.
+        begin: First byte of the rows with these elements.
+        end: Byte after the last of these rows.
         pitch: Bytes per row; 0 if the elements fill everything from `begin` to `end`.
         column: First byte of the elements in each row.
         width: Bytes of the elements in each row.
         nbytes: Total bytes of the elements.
-        frame: Frame around the elements.
+        frame: Archive frame around the elements.
     """
 
     begin: int
@@ -96,8 +106,8 @@ class _ArchiveSlot(NamedTuple):
 def strided_row_nbytes(entry: TensorEntry) -> int:
     """Return the minimum memory for reading chunks that are not row-major, in bytes.
 
-    It is the distance in the file from the first to the last element of one index of the first dim with several
-    indices, which `TensorReader` reads at once. 0 if all chunks are row-major, or not located yet.
+    `TensorReader` reads one index of the first dim with several indices at once, including gaps: this is the number of
+    bytes in the file from its first to its last element. 0 if all chunks are row-major, or not located yet.
     """
     if type(entry.chunks) is not tuple:
         return 0
@@ -113,7 +123,7 @@ def strided_row_nbytes(entry: TensorEntry) -> int:
 
 
 class CheckedRecords:
-    """Records of a checkpoint that were checked against their CRC-32, for the readers of several threads."""
+    """Records of a checkpoint that one of several threads checked, or is to check, against their CRC-32."""
 
     def __init__(self) -> None:
         self._records: set[tuple[str, Record]] = set()
@@ -133,7 +143,8 @@ class TensorReader:
     Attributes:
         files: Files of the checkpoint.
         bytes_read: Number of bytes read from the files so far.
-        records_without_crc: Number of records without a CRC so far.
+        records_without_crc: Number of different records without a CRC so far, except those counted by other readers
+            with the same `checked_records`.
     """
 
     def __init__(
@@ -171,12 +182,13 @@ class TensorReader:
             entry: Tensor to read.
             region: Region of the tensor.
             sink: Destination.
-            record_parts: Receives the CRC-32 of partial records, to be checked when all parts are known, if `region`
-                is a range of dim 0 and other workers read the rest; None to require whole records.
+            record_parts: Receives the CRC-32 of records that are read only in part, if `region` is a range of dim 0 and
+                other workers read the rest; the caller checks them when all parts are known. None to check each record
+                here, with a separate read if streaming `region` does not read all of it.
 
         Raises:
             InputError: A file ends early, or bytes do not match the CRC-32 in their archive.
-            UnsupportedError: A strided payload requires more memory than allowed.
+            UnsupportedError: A chunk with strides requires more memory than `max_memory`.
         """
         running_crcs = self._start_crcs(entry, region, record_parts is not None)
         for segment in iterate_segments(entry, region):
@@ -197,11 +209,11 @@ class TensorReader:
                 raise self.crc_error(entry.name, chunk.file, chunk.record, crc)
 
     def read_tensor(self, entry: TensorEntry, view: memoryview) -> bool:
-        """Fill `view` with a tensor, with one read per chunk; faster than `stream` for many small tensors.
+        """Fill `view` with the row-major bytes of a tensor, with one read per chunk; fast for many small tensors.
 
         Returns:
-            False if only `stream` can read it: chunks that are not row-major, do not form a grid or are part of a
-            checksummed record, and archives with an unexpected layout.
+            True if the tensor was read. False if only `stream` can read it, because its chunks are not row-major, do
+            not form a grid or are part of a checksummed record, or an archive has an unexpected layout.
 
         Raises:
             InputError: See `stream`.
@@ -292,7 +304,7 @@ class TensorReader:
         return slots
 
     def _find_frame_buffers(
-        self, build_frame: Callable[[DType, Shape], Frame], dtype: DType, sizes: Shape
+        self, build_frame: Callable[[DType, Shape], ArchiveFrame], dtype: DType, sizes: Shape
     ) -> _FrameBuffers:
         buffers = self._frames.get((dtype, sizes))
         if buffers is None:
@@ -304,7 +316,8 @@ class TensorReader:
     ) -> bool:
         """Fill `view` with the elements of an archive; return False if its layout is unexpected.
 
-        The whole archive is compared with the bytes that torch writes, as torch reads none whose directory is damaged.
+        The whole frame is compared with the bytes that torch writes, because torch cannot read an archive whose zip
+        directory is damaged. For an archive with other bytes, `stream` reports the error or reads it.
         """
         head, build_tail, before_crc, after_crc, head_buffer, tail_buffer, frame_nbytes = frame
         nbytes = len(view)
@@ -318,7 +331,7 @@ class TensorReader:
             or not tail_buffer.startswith(after_crc, len(before_crc) + 4)
         ):
             return False
-        recorded = int.from_bytes(tail_buffer[4:8], "little")
+        recorded = int.from_bytes(tail_buffer[4:8], "little")  # the tail begins with a signature of 4 bytes
         if recorded and (crc := crc32(view)) != recorded:
             raise self.crc_error(name, file, Record(offset + len(head), nbytes, recorded), crc)
         if tail_buffer != build_tail(recorded):
@@ -346,12 +359,13 @@ class TensorReader:
         return self._grids[key]
 
     def _start_crcs(self, entry: TensorEntry, region: Region, accepts_parts: bool) -> dict[int, int]:
-        """Return {index: 0} for chunks whose CRC-32 is computed while streaming; check others in a separate read.
+        """Return chunk index -> 0 for chunks whose CRC-32 is computed while streaming; check others in a separate read.
 
         Args:
             entry: Tensor to read.
             region: Region of the tensor.
-            accepts_parts: True if the CRC-32 of a part of a record is computed, too, for `record_parts` of `stream`.
+            accepts_parts: True to compute the CRC-32 of a part of a record while streaming, for `record_parts` of
+                `stream`.
         """
         running_crcs: dict[int, int] = {}
         for index, chunk in enumerate(entry.chunks):
@@ -458,18 +472,18 @@ class TensorReader:
         strides = chunk.strides or ()
         starts = [a - b for a, b in zip(strided.region.offsets, chunk.region.offsets, strict=True)]
         sizes = list(strided.region.sizes)
-        if entry.dtype.pack > 1:  # strides count pairs
+        if entry.dtype.pack > 1:  # F4: strides count bytes, which are pairs of elements
             starts[-1] //= entry.dtype.pack
             sizes[-1] //= entry.dtype.pack
         row_dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
         # A strided row may span more bytes than it has.
         row_bytes = max(prod(sizes[row_dim + 1 :]), *strides[row_dim : row_dim + 1], 1) * itemsize
-        step = max(1, min(sizes[row_dim], self._max_memory // (2 * row_bytes)))
-        for first in range(0, sizes[row_dim], step):
-            rows = [*sizes[:row_dim], min(step, sizes[row_dim] - first), *sizes[row_dim + 1 :]]
-            begins = [s + (first if dim == row_dim else 0) for dim, s in enumerate(starts)]
+        rows_per_read = max(1, min(sizes[row_dim], self._max_memory // (2 * row_bytes)))
+        for first in range(0, sizes[row_dim], rows_per_read):
+            part_sizes = [*sizes[:row_dim], min(rows_per_read, sizes[row_dim] - first), *sizes[row_dim + 1 :]]
+            begins = [start + (first if dim == row_dim else 0) for dim, start in enumerate(starts)]
             origin = sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
-            push(sink, self._gather(entry, chunk, origin, rows, row_dim))
+            push(sink, self._gather(entry, chunk, origin, part_sizes, row_dim))
 
     def _gather(self, entry: TensorEntry, chunk: Chunk, origin: int, sizes: list[int], row_dim: int) -> memoryview:
         """Return a part of a chunk in row-major order, in a buffer that the next read reuses.
@@ -478,7 +492,7 @@ class TensorReader:
             entry: Tensor of the chunk.
             chunk: Chunk with strides.
             origin: Position in the chunk of the first element, in elements.
-            sizes: Size of each dim of the part.
+            sizes: Size of each dim of the part, in the unit of the strides.
             row_dim: Dim of the rows; dims with a longer stride are looped.
 
         Raises:
@@ -516,7 +530,14 @@ class TensorReader:
 
 
 def _checksum_part(entry: TensorEntry, chunk: Chunk, region: Region, crc: int) -> ChecksumPart:
-    """Return the part of a row-major chunk inside `region`, a range of dim 0 or a region that contains the chunk."""
+    """Return `crc` as the CRC-32 of the part of a row-major chunk that is inside `region`.
+
+    Args:
+        entry: Tensor of the chunk.
+        chunk: Chunk that is a whole record.
+        region: Range of dim 0 of the tensor, or a region that contains the chunk.
+        crc: CRC-32 of the part.
+    """
     overlap = chunk.region if chunk.region == region else chunk.region.intersect(region)
     if overlap is None or overlap == chunk.region:
         return ChecksumPart(0, chunk.nbytes, crc)

@@ -37,9 +37,10 @@ def copy_strided(
 
     Args:
         out: Row-major destination of `sizes` elements.
-        sizes: Size of each dim.
-        fixed_indices: Dim -> index, for dims of which `span` contains one index only.
-        span: Source bytes from the first element on.
+        sizes: Size of each dim of `out`.
+        fixed_indices: Dim -> index in `out`, for dims of which `span` has one index only. Only the elements of `out`
+            with these indices are filled.
+        span: Source bytes from the first of these elements on.
         strides: Source stride of each dim, in elements.
         itemsize: Bytes per element.
     """

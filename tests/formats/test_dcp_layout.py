@@ -158,13 +158,13 @@ def test_parts_are_dealt_out_alike_for_all_ranks_of_a_stage() -> None:
         "embed": {"0"}, "step": {"0"}, "qkv": {"1"},
         "norm": {"0"}, "down": {"0"}, "none": {"1"}, "head": {"1"},
     }  # fmt: skip
-    assert layout.groups == (
+    assert layout.file_groups == (
         ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp"),
         ("__0_1.distcp", "__1_1.distcp", "__2_1.distcp"),
         ("__4_0.distcp", "__5_0.distcp", "__6_0.distcp", "__7_0.distcp"),
         ("__4_1.distcp", "__5_1.distcp", "__6_1.distcp"),
     )
-    assert sorted(name for group in layout.groups for name in group) == sorted(layout.catalog.files)
+    assert sorted(name for group in layout.file_groups for name in group) == sorted(layout.catalog.files)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 99])
@@ -188,7 +188,7 @@ def test_objects_alone_have_a_file_of_rank_0() -> None:
         Path("x"), cuts(TENSORS, {"norm": (1, once((3,)))}), ParallelDims(pp=2), [BytesEntry("a", "", 0, 5)]
     )
     assert list(layout.catalog.files) == ["__0_0.distcp", "__1_0.distcp"]
-    assert layout.groups == (("__0_0.distcp",), ("__1_0.distcp",))
+    assert layout.file_groups == (("__0_0.distcp",), ("__1_0.distcp",))
 
 
 def test_tensors_cut_alike_share_all_but_offsets() -> None:

@@ -78,13 +78,18 @@ def test_the_second_rectangle_of_a_tensor_goes_to_the_second_file() -> None:
 
 def test_a_group_is_the_files_of_a_stage() -> None:
     layout = laid_out()
-    assert [[int(name[6:11]) - 1 for name in group] for group in layout.groups] == [[0, 0, 1, 1, 2, 2], [4, 5, 6, 7]]
-    assert [name for group in layout.groups for name in group] == list(layout.catalog.files) == list(layout.prologues)
+    assert [[int(name[6:11]) - 1 for name in group] for group in layout.file_groups] == [
+        [0, 0, 1, 1, 2, 2],
+        [4, 5, 6, 7],
+    ]
+    assert (
+        [name for group in layout.file_groups for name in group] == list(layout.catalog.files) == list(layout.prologues)
+    )
 
 
 def test_a_stage_without_tensors_has_no_group() -> None:
     layout = allocate(Path("x"), cuts(TENSORS, {"mask": (2, once((3, 3)))}), ParallelDims(pp=4))
-    assert layout.groups == ((shard_name(3, 1, 1),),)
+    assert layout.file_groups == ((shard_name(3, 1, 1),),)
 
 
 def test_every_block_is_aligned_and_follows_the_one_before_it() -> None:

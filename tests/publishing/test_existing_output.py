@@ -114,7 +114,7 @@ def written(place: MemoryPath, dims: ParallelDims) -> Iterator[tuple[CopyPlan, C
     ]
     layout = sharded_layout.allocate(place / "out", tensors, dims)
     names = {name: name for name in layout.catalog.tensors}
-    plan = plan_copy(source, layout.catalog, names, prologues=layout.prologues, groups=layout.groups)
+    plan = plan_copy(source, layout.catalog, names, prologues=layout.prologues, file_groups=layout.file_groups)
     with source.source.open() as files, tree_of(place / "out") as tree, tree_of(place / "journal") as journal:
         execute(plan, files, tree, journal, workers=1, max_memory=1 << 20)
         yield plan, layout.catalog, files

@@ -172,12 +172,14 @@ def test_each_group_of_files_has_one_rank_and_ranks_have_about_as_much(world_siz
     sizes = [(7919 * (index + 3) ** (seed + 1)) % 101 for index in range(3 * seed + 5)]
     plan: Any = SimpleNamespace(
         files=[SimpleNamespace(nbytes=size) for size in sizes],
-        groups=[SimpleNamespace(files=range(begin, min(begin + 2, len(sizes)))) for begin in range(0, len(sizes), 2)],
+        file_groups=[
+            SimpleNamespace(files=range(begin, min(begin + 2, len(sizes)))) for begin in range(0, len(sizes), 2)
+        ],
     )
     groups = [_assign_groups(plan, SimpleNamespace(rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert sorted(index for each in groups for index in each) == list(range(len(plan.groups)))
+    assert sorted(index for each in groups for index in each) == list(range(len(plan.file_groups)))
     assert groups == [sorted(each) for each in groups]
-    group_sizes = [sum(sizes[file] for file in group.files) for group in plan.groups]
+    group_sizes = [sum(sizes[file] for file in group.files) for group in plan.file_groups]
     loads = [sum(group_sizes[index] for index in each) for each in groups]
     assert max(loads) - min(loads) <= max(group_sizes)
 

@@ -119,7 +119,7 @@ def planned(source: Catalog, target: Catalog, framed: bool, prologue: bytes = b"
         {name: name for name in target.tensors},
         build_frame=torch_zip.archive_frame if framed else None,
         prologues=dict.fromkeys(target.files, prologue),
-        groups=[tuple(target.files)],
+        file_groups=[tuple(target.files)],
     )
 
 
@@ -323,12 +323,12 @@ def test_two_groups_are_written_apart_and_a_rank_of_several_writes_its_own(place
         merged.files |= {f"stage{number}-{file}": size for file, size in stage.files.items()}
         groups.append(tuple(f"stage{number}-{file}" for file in stage.files))
     origin = {name: name.partition(".")[2] for name in merged.tensors}
-    plan = plan_copy(source, merged, origin, build_frame=torch_zip.archive_frame, groups=groups)
+    plan = plan_copy(source, merged, origin, build_frame=torch_zip.archive_frame, file_groups=groups)
     digests: dict[str, str] = {}
     for group in range(2):
         tree, journal = tree_of(place / "tree"), tree_of(place / "journal")
         with source_of(source.root).open() as files:
-            outcome = execute(plan, files, tree, journal, workers=2, max_memory=64 << 20, groups=[group])
+            outcome = execute(plan, files, tree, journal, workers=2, max_memory=64 << 20, group_indices=[group])
         assert sorted(outcome.file_digests) == sorted(groups[group])
         digests |= outcome.digests
     assert digests == {name: defined(data_of(origin[name])) for name in merged.tensors}

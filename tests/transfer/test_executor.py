@@ -280,7 +280,7 @@ def test_bytes_beyond_the_end_of_a_file_are_cut_off(hf: MemoryPath, place: Memor
 def test_the_error_of_a_worker_reaches_the_caller(hf: MemoryPath, place: MemoryPath) -> None:
     plan, _ = planned(hf, files=3)
     file = hf / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: plan.groups[1].steps[-1].source.chunks[0].offset])
+    file.write_bytes(file.read_bytes()[: plan.file_groups[1].steps[-1].source.chunks[0].offset])
     with pytest.raises(InputError, match="the file is truncated"):
         copy(plan, hf, place, workers=3)
 

@@ -99,9 +99,9 @@ class DcpFormat(OutputFormat):
         return Allocation(
             output.catalog,
             lambda tree, _: check_dcp(tree, output),
-            groups=output.groups,
+            file_groups=output.file_groups,
             markers=tuple(output.markers),
-            block_frame=archive_frame,
+            build_frame=archive_frame,
             ranks=output.ranks,
         )
 

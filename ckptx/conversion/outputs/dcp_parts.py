@@ -38,14 +38,14 @@ class DcpOutput:
 
     Attributes:
         catalog: Every tensor and object of the DCP.
-        groups: Groups of files that are written together.
+        file_groups: Groups of files that are written together.
         markers: Path and bytes of each `.metadata`.
         ranks: Rank of each file; empty if tensors are whole.
         catalog_names: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
     """
 
     catalog: Catalog
-    groups: list[tuple[str, ...]]
+    file_groups: list[tuple[str, ...]]
     markers: list[tuple[str, bytes]]
     ranks: dict[str, int]
     catalog_names: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -162,4 +162,4 @@ def append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: st
     for file, nbytes in layout.catalog.files.items():
         output.catalog.files[path_prefix + file] = nbytes
         output.ranks[path_prefix + file] = int(file.split("_")[2])
-    output.groups.extend(tuple(path_prefix + file for file in group) for group in layout.groups)
+    output.file_groups.extend(tuple(path_prefix + file for file in group) for group in layout.file_groups)

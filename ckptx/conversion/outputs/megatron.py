@@ -93,14 +93,14 @@ class MegatronFormat(OutputFormat):
         return Allocation(
             output.catalog,
             lambda tree, _: check_dcp(tree, output),
-            groups=output.groups,
+            file_groups=output.file_groups,
             markers=(
                 (self.directory + BACKEND_FILE, backend_bytes()),
                 (self.directory + COMMON_FILE, common_bytes(has_stacked_layers=is_stacked)),
                 *output.markers,
                 (TRACKER_FILE, RELEASE.encode()),
             ),
-            block_frame=archive_frame,
+            build_frame=archive_frame,
         )
 
     def edits(

@@ -22,7 +22,7 @@ from ckptx.model_view.view import ModelView
 from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
-from ckptx.transfer.plan import FrameBuilder
+from ckptx.transfer.plan import ArchiveFrameBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +55,20 @@ class Allocation:
     Attributes:
         catalog: Every tensor and object of the output.
         check: Checks the finished files before they are marked as complete.
-        groups: Groups of files that are written together; None writes each file on its own.
+        file_groups: Groups of files that are written together; None writes each file on its own.
         prologues: File name -> first bytes of the file.
         markers: Name and bytes of each file that is written last, in this order.
-        block_frame: Function that returns the frame around a block; None for formats without frames.
+        build_frame: Function that returns the frame around a block; None for formats without frames.
         ranks: Rank of each file; empty if files do not belong to ranks.
         notes: Notes for the user.
     """
 
     catalog: Catalog
     check: Callable[[Source, CopyResult], None]
-    groups: Sequence[Sequence[str]] | None = None
+    file_groups: Sequence[Sequence[str]] | None = None
     prologues: Mapping[str, bytes] | None = None
     markers: tuple[tuple[str, bytes], ...] = ()
-    block_frame: FrameBuilder | None = None
+    build_frame: ArchiveFrameBuilder | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

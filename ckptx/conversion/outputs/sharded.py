@@ -59,7 +59,7 @@ class ShardedFormat(OutputFormat):
         return Allocation(
             layout.catalog,
             lambda tree, _: check_sharded(tree, layout.catalog),
-            groups=layout.groups,
+            file_groups=layout.file_groups,
             prologues=layout.prologues,
             ranks={name: int(name.split("-")[1]) - 1 for name in layout.catalog.files},
         )

@@ -87,7 +87,7 @@ def build_ledger(
         remaining.difference_update(names)
     if remaining:
         raise InternalError(f'tensor "{min(remaining)}" and {len(remaining) - 1} more would be lost; please report it')
-    steps = {step.target.name: step for step in plan.steps() if step.has_frame}
+    steps = {step.target.name: step for step in plan.steps() if step.is_tensor}
     keys = {_content_key(step.source, stored_names, representatives) for step in steps.values()}
     all_steps = [*steps.values(), *(steps[name] for name in aliases.values())]
     return Ledger(

@@ -83,7 +83,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     actions = tie_actions(ties, conversion.contents)
     if outcome is not None:
         log.note(*range_notes(outcome))
-    copied_objects = sum(not step.has_frame for step in job.plan.steps())
+    copied_objects = sum(not step.is_tensor for step in job.plan.steps())
     return ConversionReport(
         command=command,
         tensors=conversion.ledger.target_count,

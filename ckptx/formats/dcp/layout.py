@@ -36,11 +36,11 @@ class DcpLayout(NamedTuple):
 
     Attributes:
         catalog: Tensors and objects with their files and byte offsets.
-        groups: For each group of files that are written together, their names.
+        file_groups: For each group of files that are written together, their names.
     """
 
     catalog: Catalog
-    groups: tuple[tuple[str, ...], ...]
+    file_groups: tuple[tuple[str, ...], ...]
 
 
 def in_torch_elements(dtype: DType, counts: Shape, name: str) -> Shape:

@@ -32,12 +32,12 @@ class ShardedLayout(NamedTuple):
     Attributes:
         catalog: Tensors with the file and byte offset of each block.
         prologues: File name -> first bytes of the file: length of the safetensors header, and the header.
-        groups: For each pipeline stage with files, the names of its files, which are written together.
+        file_groups: For each pipeline stage with files, the names of its files, which are written together.
     """
 
     catalog: Catalog
     prologues: dict[str, bytes]
-    groups: tuple[tuple[str, ...], ...]
+    file_groups: tuple[tuple[str, ...], ...]
 
 
 def allocate(root: Location, tensors: Iterable[ShardedTensor], dims: ParallelDims) -> ShardedLayout:

@@ -25,7 +25,7 @@ from pickle import encode_long
 from typing import Any, NamedTuple
 
 from ckptx.catalog.dtype import DType
-from ckptx.catalog.entry import Frame, Record
+from ckptx.catalog.entry import ArchiveFrame, Record
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject, load_torch
@@ -85,14 +85,16 @@ def archive_length(dtype: DType, shape: Shape) -> int:
 
 
 @lru_cache(maxsize=4096)
-def archive_frame(dtype: DType, shape: Shape) -> Frame:
+def archive_frame(dtype: DType, shape: Shape) -> ArchiveFrame:
     """Return the bytes around the elements in the archive of a row-major tensor."""
     parts = _build_parts(dtype, dtype.to_torch_elements(shape))
     bytes_around_crc = (b"", b"")
     if parts.nbytes:
         sizes_nbytes = parts.descriptor_nbytes - 4 - _CRC_NBYTES  # a data descriptor is: signature, CRC-32, two sizes
         bytes_around_crc = parts.tail_parts[0], parts.tail_parts[1][:sizes_nbytes]
-    return Frame(parts.head, partial(_tail, parts), parts.length - len(parts.head) - parts.nbytes, bytes_around_crc)
+    return ArchiveFrame(
+        parts.head, partial(_tail, parts), parts.length - len(parts.head) - parts.nbytes, bytes_around_crc
+    )
 
 
 def _tail(parts: _ArchiveParts, crc: int) -> bytes:
