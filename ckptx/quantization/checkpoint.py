@@ -27,8 +27,8 @@ class DequantizedCheckpoint:
     Attributes:
         catalog: Catalog with decoded weights in place of codes and scales.
         files: Files of the checkpoint, and computed files of the decoded weights.
-        config: Config without the quantization; None if the checkpoint has no config.
-        edits: Changes that were made to the config, as `apply_edits` takes them.
+        config: Config without the quantization; None if there is no config.
+        edits: Changes that were made to the config, as `apply_edits` takes them: `key` (dotted), `before`, `after`.
         decoded: Decoded weights with their decoders.
     """
 
@@ -134,7 +134,10 @@ def is_quantized(catalog: Catalog) -> bool:
 def _locate_chunks(
     catalog: Catalog, quantized: QuantizedTensors, files: SourceFiles
 ) -> tuple[Catalog, QuantizedTensors]:
-    """Return the catalog and its quantized weights with the offset of each chunk; in archives, these are read."""
+    """Return the catalog and its quantized weights with chunks that are those of the elements.
+
+    The torch archives of a DCP are parsed for this; other formats have such chunks already.
+    """
     if not catalog.traits.has_archives:
         return catalog, quantized
     from ckptx.formats.dcp.reader import locate_payloads

@@ -1,4 +1,4 @@
-"""The quantization that a config declares."""
+"""The quantization that `config.json` or `hf_quant_config.json` declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptx.quantization.schemes import SCHEMES
 MODELOPT_FILE = "hf_quant_config.json"
 _KEY = "quantization_config"
 _METHODS = frozenset(method for scheme in SCHEMES for method in scheme.methods)
-_MAX_SIZE = 1 << 20  # of a side of a block
+_MAX_SIZE = 1 << 20  # largest number of rows or columns of a block, or of elements of a group
 _NVFP4_GROUP = 16  # elements of a row that share a scale
 _RESTORE = "restore the file that was published with the checkpoint"
 # Field of `DeclaredQuantization` -> key of the config, for fields that `description` leaves out.
@@ -30,12 +30,13 @@ class DeclaredQuantization:
 
     Attributes:
         location: File and key of the declaration, for messages.
-        methods: Methods as in `Scheme.methods`; several if groups of modules differ.
-        block_sizes: Rows and columns of the blocks of fp8 weights that have a scale for each block.
+        methods: Methods as in `Scheme.methods`; several if modules are quantized differently.
+        block_sizes: Rows and columns of a block, for fp8 weights with a scale for each block; several if modules
+            differ.
         group_sizes: Code format as in `Scheme.code_format`, and number of elements of a row that share a scale, for
             weights with a scale for each group.
         integer_codes: Code formats of integers that are declared: `int4`, `int8`, both or none.
-        codes_with_zero_points: Those of them whose weights all have zero points.
+        codes_with_zero_points: Those of `integer_codes` for which all declared weights have zero points.
         codes_with_broadcast_scales: Code formats whose weights may have one scale for the tensor, a row or a column.
         has_power_of_two_scales: True if float scales are powers of two (`scale_fmt: ue8m0`).
     """
@@ -99,7 +100,10 @@ def _describe_difference(first: DeclaredQuantization, other: DeclaredQuantizatio
 
 
 def _find_declarations(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield key and value of each `quantization_config` in a config and its sub-configs."""
+    """Yield dotted key and value of each `quantization_config` in a config and its sub-configs.
+
+    Keys begin with `path`, which is empty or ends with a dot.
+    """
     for key, value in config.items():
         if key == _KEY:
             yield f"{path}{key}", value

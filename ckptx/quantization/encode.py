@@ -3,7 +3,8 @@
     scale = amax / largest code       of each block; how it is rounded depends on the scheme
     code  = nearest to value / scale  ties to even; values out of range become the largest code
 
-docs/quantization.md has the formula of each scheme. There is no reference to which all tools agree to the last bit.
+docs/quantization.md has the formula of each scheme. Tools that quantize do not agree to the last bit, so there is no
+reference for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 # Smallest positive number of each dtype of scales; a smaller scale becomes this number, and not zero.
 _SMALLEST_SCALES = {"F32": 2.0**-149, "BF16": 2.0**-133, "F16": 2.0**-24}
 _SMALLEST_AMAX = 2.0**-100  # of a whole nvfp4 weight, so that its scale and the inverse are normal numbers
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighboring codes
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between code i and code i + 1
 
 
 def encode_e4m3(values: Any) -> Any:
@@ -31,9 +32,10 @@ def encode_e4m3(values: Any) -> Any:
     bits = values.view(np.uint32)
     magnitude = np.minimum(np.abs(values), np.float32(E4M3_MAX))
     magnitude_bits = magnitude.view(np.uint32)
+    # Drop 20 of 23 mantissa bits, rounding to even, and change the exponent bias from 127 to 7.
     normal = (magnitude_bits + (((magnitude_bits >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
     with np.errstate(invalid="ignore"):
-        subnormal = np.rint(magnitude * np.float32(512)).astype(np.uint32)
+        subnormal = np.rint(magnitude * np.float32(512)).astype(np.uint32)  # in units of 2**-9
     codes = np.where(magnitude < np.float32(2.0**-6), subnormal, normal)
     codes = np.where(np.isnan(values), np.uint32(0x7F), codes | ((bits >> 24) & 0x80))
     return codes.astype(np.uint8)
@@ -111,7 +113,10 @@ def fp8_scales(maxima: Any, *, is_power_of_two: bool) -> Any:
 
 
 def power_of_two_exponents(scales: Any) -> Any:
-    """Return for each scale the exponent of the smallest power of two that is not less, clipped to -127 to 127."""
+    """Return the exponent of the smallest power of two that is at least the scale, for each scale.
+
+    Exponents are clipped to the range -127 to 127; a scale of zero has exponent -127.
+    """
     mantissa, exponent = np.frexp(scales)
     return np.where(scales > 0, np.clip(exponent - (mantissa == 0.5), -127, 127), -127)
 
@@ -133,7 +138,7 @@ def nvfp4_second_scale(amax: float, *, is_divisor: bool) -> float:
     """Return the scale of a whole nvfp4 weight: amax / (448 * 6), or its inverse as a divisor; 1 for zeros.
 
     Args:
-        amax: Largest magnitude of the weight; less than 2**-100 counts as 2**-100.
+        amax: Largest magnitude of the weight; one between 0 and 2**-100 counts as 2**-100.
         is_divisor: True for the inverse.
     """
     largest = np.float32(E4M3_MAX * E2M1_MAX)

@@ -1,7 +1,8 @@
 """Float weights that are quantized in the scheme of a base when their bytes are read.
 
-A weight that, rounded to bfloat16, equals the decoded weight of the base gets the bytes of the base: encoding would
-give the same values, but not always the same scales. Each other weight is encoded as `encode.py` describes.
+The base is the quantized checkpoint that training started from (`--quantize base`). A weight that, rounded to bfloat16,
+equals the decoded weight of the base gets the codes and scales of the base: encoding would give the same values, but
+not always the same scales. Each other weight is encoded as `encode.py` describes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ckptx.transfer.cast import round_to_bf16
 from ckptx.transfer.stream import TensorReader
 
 _BATCH_NBYTES = 4 << 20  # bytes of float32 values that are encoded at a time
-_READER_NBYTES = 16 << 20
+_READER_NBYTES = 16 << 20  # memory limit for strided reads of the base, per thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class _Analysis:
     """Result of the comparison of a weight with the base.
 
     Attributes:
-        is_unchanged: True if the weight equals that of the base in bfloat16.
-        amax: Largest magnitude of the weight; 0 if no scale is for the whole weight.
+        is_unchanged: True if the weight, rounded to bfloat16, equals the decoded weight of the base.
+        amax: Largest magnitude of the weight; 0 if the scheme has no scale for the whole weight.
     """
 
     is_unchanged: bool
@@ -45,7 +46,13 @@ class _Analysis:
 
 
 class _ThreadState(threading.local):
-    """Reader of the base for one thread, and the batch of rows that the thread encoded last, with its key."""
+    """Reader of the base for one thread, and the batch of rows that the thread encoded last.
+
+    Attributes:
+        reader: Reader of the base.
+        batch_key: Encoder, matrix and index of the batch, see `WeightEncoder.encode_batch`; None before the first.
+        batch: Encoded rows of codes and companions, by suffix.
+    """
 
     def __init__(self, files: SourceFiles) -> None:
         self.reader = TensorReader(files, _READER_NBYTES)
@@ -57,7 +64,7 @@ class BaseContents:
     """Contents of the base, for the encoders of all weights.
 
     Attributes:
-        thread: State of the calling thread.
+        thread: State of the calling thread; each thread sees its own.
         bytes_read: Number of bytes that were read from the base.
     """
 
@@ -83,7 +90,7 @@ class BaseContents:
         self._count(reader.bytes_read - before)
 
     def copy(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
-        """Fill `view` with bytes of a stored tensor, from byte `offset` on.
+        """Fill `view` with row-major bytes of a stored tensor, from byte `offset` on.
 
         Raises:
             InputError: The file cannot be read, or ends too early.
@@ -121,7 +128,7 @@ class WeightEncoder:
             source: Weight in floating point, in the shape of the decoded weight of the base.
             base: The same weight in the base.
             contents: Contents of the base.
-            has_power_of_two_scales: True if the base rounds float scales to powers of two.
+            has_power_of_two_scales: True if the float scales of the base are powers of two.
 
         Raises:
             InputError: The shapes differ.
@@ -165,7 +172,7 @@ class WeightEncoder:
         return [EncodedTensorFile(self, entry) for entry in (self.base.codes, *self.base.companions.values())]
 
     def stored_files(self) -> set[str]:
-        """Return the names of the source files that hold the weight."""
+        """Return the names of the source files with the weight."""
         return {chunk.file for chunk in self._source.chunks}
 
     def analyze(self, reader: TensorReader) -> _Analysis:
@@ -185,10 +192,10 @@ class WeightEncoder:
         decoder = TensorDecoder(self.base, DTYPES_BY_NAME["BF16"])
         needs_amax = bool(self.base.scheme.second_scale_suffix) or self.base.granularity == "tensor"
         *leading_sizes, rows, columns = self.base.shape
-        step, amax, is_unchanged = self._batch_rows(), 0.0, True
+        batch_rows, amax, is_unchanged = self._batch_rows(), 0.0, True
         for matrix in range(prod(leading_sizes)):
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
+            for first in range(0, rows, batch_rows):
+                count = min(batch_rows, rows - first)
                 values = self._read_values(reader, matrix, first, count)
                 if is_unchanged:
                     decoded = np.empty((count, columns), np.uint16)
@@ -202,7 +209,11 @@ class WeightEncoder:
         return _Analysis(is_unchanged, amax)
 
     def _batch_rows(self) -> int:
-        """Return the number of rows that are encoded together: a multiple of the rows of a block."""
+        """Return the number of rows that are encoded together.
+
+        It is a multiple of the rows of a block and, with zero points, of the rows whose zero points share an int32; or
+        all rows of a matrix.
+        """
         rows, columns = self.base.shape[-2:]
         block_rows = 1 if self.base.granularity == "tensor" else self.base.block[0]
         if ".weight_zero_point" in self.base.companions:
@@ -211,10 +222,14 @@ class WeightEncoder:
 
     @property
     def _codes_per_word(self) -> int:
-        return 32 // int(self.base.scheme.code_format[3:])
+        """Number of integer codes, or of zero points, in an int32."""
+        return 32 // int(self.base.scheme.code_format[3:])  # "int4" or "int8"
 
     def _read_values(self, reader: TensorReader, matrix: int, first: int, count: int) -> Any:
-        """Return rows of one matrix as float32."""
+        """Return `count` rows of one matrix, from row `first` on, as float32 of shape (count, columns).
+
+        `matrix` is an index in the flattened dims before the last two.
+        """
         *leading_sizes, _, columns = self.base.shape
         offsets = (*unravel_index(matrix, tuple(leading_sizes)), first, 0)
         region = Region(offsets, (*(1 for _ in leading_sizes), count, columns))
@@ -226,7 +241,7 @@ class WeightEncoder:
     def encode_batch(self, reader: TensorReader, matrix: int, index: int) -> Mapping[str, Any]:
         """Return the stored rows of codes and companions for one batch of rows, by suffix.
 
-        The batch that a thread encoded last is kept, because its codes and companions are read one after the other.
+        The batch that a thread encoded last is kept, because several parts of one batch are often read in a row.
 
         Args:
             reader: Reader of the weight.
@@ -240,9 +255,9 @@ class WeightEncoder:
         key, thread = (self, matrix, index), self._contents.thread
         if thread.batch_key == key:
             return thread.batch
-        step, rows = self._batch_rows(), self.base.shape[-2]
-        first = index * step
-        values = self._read_values(reader, matrix, first, min(step, rows - first))
+        batch_rows, rows = self._batch_rows(), self.base.shape[-2]
+        first = index * batch_rows
+        values = self._read_values(reader, matrix, first, min(batch_rows, rows - first))
         if not np.isfinite(values).all():
             raise InputError(
                 f'tensor "{self._source.name}": holds infinity or NaN, which {self.base.scheme.name} does not '
@@ -253,7 +268,11 @@ class WeightEncoder:
         return batch
 
     def _encode(self, values: Any) -> dict[str, Any]:
-        """Return rows of codes and companions by suffix, each as numbers that have the stored bytes."""
+        """Return rows of codes and companions by suffix, each as an array whose bytes are those to store.
+
+        Args:
+            values: Rows of one batch, float32 of shape (rows, columns).
+        """
         base, scheme = self.base, self.base.scheme
         rows, columns = base.block
         shape = values.shape
@@ -287,7 +306,13 @@ class WeightEncoder:
             return self._encode_integers(values)
 
     def _encode_nvfp4_scales(self, maxima: Any) -> tuple[Any, Any]:
-        """Return the stored scales of groups (e4m3 codes), and their products with the scale of the whole weight."""
+        """Return the stored scales of groups (e4m3 codes), and the float32 scales that values are divided by.
+
+        The latter also contain the scale of the whole weight, as a factor or divisor.
+
+        Args:
+            maxima: Largest magnitude of each group, float32.
+        """
         second_scale = np.float32(self.second_scale())
         if self.base.scheme.is_second_scale_divisor:
             stored = encode.nvfp4_scales(maxima * second_scale)
@@ -311,7 +336,7 @@ class WeightEncoder:
         )
 
     def _encode_integers(self, values: Any) -> dict[str, Any]:
-        """Return rows of packed integer codes, scales and zero points by suffix."""
+        """Return rows of packed integer codes, of scales, and of zero points if the base has these; see `_encode`."""
         base, scheme = self.base, self.base.scheme
         bits, columns = int(scheme.code_format[3:]), base.block[1]
         zero_points: dict[str, Any] = {}
@@ -337,7 +362,10 @@ class WeightEncoder:
         return zero_points | {scheme.scale_suffix: stored, scheme.codes_suffix: _pack_words(codes, bits)}
 
     def _scales_to_stored(self, scales: Any, *, rounds_up: bool = False) -> Any:
-        """Return scales, given as float32, as numbers that have the bytes stored for the dtype of the base."""
+        """Return scales, given as float32, as an array whose bytes are those to store in the dtype of the base.
+
+        `rounds_up` has no effect on exponents, which are always rounded up.
+        """
         name = self.base.scale.dtype.name
         if name in EXPONENT_SCALES:
             return (encode.power_of_two_exponents(scales) + 127).astype(np.uint8)
@@ -362,7 +390,7 @@ class WeightEncoder:
             view: Bytes to fill.
 
         Raises:
-            InputError: The base cannot be read, or see `encode_batch`.
+            InputError: The base or the weight cannot be read, or see `encode_batch`.
         """
         suffix = next(
             (key for key, each in self.base.companions.items() if each is entry), self.base.scheme.codes_suffix
@@ -371,22 +399,22 @@ class WeightEncoder:
             self._contents.copy(entry, offset, view)
         elif suffix == self.base.scheme.second_scale_suffix and suffix:
             view[:] = self._stored_second_scale().tobytes()[offset : offset + len(view)]
-        elif entry.numel == 1:
+        elif entry.numel == 1:  # the only scale, equal in all batches
             view[:] = _to_byte_array(self.encode_batch(reader, 0, 0)[suffix]).tobytes()[offset : offset + len(view)]
         else:
             self._copy_rows(entry, suffix, reader, offset, view)
 
     def _copy_rows(self, entry: TensorEntry, suffix: str, reader: TensorReader, offset: int, view: memoryview) -> None:
-        """Fill `view` with stored rows of encoded batches."""
+        """Fill `view` with bytes of codes or of a companion from encoded batches; for the arguments see `read`."""
         *leading_sizes, rows, _ = self.base.shape
-        matrices, step = prod(leading_sizes), self._batch_rows()
+        matrices, batch_rows = prod(leading_sizes), self._batch_rows()
         matrix_nbytes = entry.nbytes // matrices
-        batches = -(-rows // step)
+        batches = -(-rows // batch_rows)
         position, end = offset, offset + len(view)
         while position < end:
             matrix, matrix_offset = divmod(position, matrix_nbytes)
             # All batches of a matrix have the same number of bytes, except the last one.
-            batch_nbytes = self._batch_nbytes(entry, suffix, step)
+            batch_nbytes = self._batch_nbytes(entry, suffix, batch_rows)
             index = min(matrix_offset // batch_nbytes, batches - 1)
             data = _to_byte_array(self.encode_batch(reader, matrix, index)[suffix]).reshape(-1)
             first = matrix_offset - index * batch_nbytes
@@ -394,8 +422,8 @@ class WeightEncoder:
             view[position - offset : position - offset + count] = data[first : first + count].data
             position += count
 
-    def _batch_nbytes(self, entry: TensorEntry, suffix: str, step: int) -> int:
-        """Return the stored bytes of codes or a companion for a whole batch of `step` rows."""
+    def _batch_nbytes(self, entry: TensorEntry, suffix: str, batch_rows: int) -> int:
+        """Return the stored bytes of codes or a companion for a whole batch of `batch_rows` rows of the weight."""
         *leading_sizes, rows, _ = self.base.shape
         if suffix == self.base.scheme.codes_suffix:
             rows_per_stored_row = 1
@@ -404,7 +432,7 @@ class WeightEncoder:
         else:
             rows_per_stored_row = self.base.block[0]
         stored_rows = -(-rows // rows_per_stored_row)
-        return entry.nbytes // prod(leading_sizes) // stored_rows * -(-step // rows_per_stored_row)
+        return entry.nbytes // prod(leading_sizes) // stored_rows * -(-batch_rows // rows_per_stored_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,7 +488,7 @@ class BaseTensorFile:
 
 
 def computed_entry(entry: TensorEntry) -> TensorEntry:
-    """Return an entry like one of the base, whose bytes are in a computed file of its own."""
+    """Return an entry with name, dtype and shape of one of the base, whose bytes are in a computed file of its own."""
     region = full_region(entry.shape)
     return TensorEntry(
         entry.name, entry.dtype, entry.shape, (Chunk(region, computed_file_name(entry), 0, entry.nbytes),)

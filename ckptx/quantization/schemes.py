@@ -4,7 +4,9 @@ A weight is stored as codes (quantized values) of 8 or 4 bits. Each block of cod
 
     value = decoded code * scale        dequantized: computed in float32, rounded once to the target dtype
 
-Schemes differ only in names, in the values of their codes, in how these are packed, and in the shape of a block.
+In nvfp4, the scale of a block is also multiplied with, or divided by, a second scale of the whole weight. Integer codes
+may have a zero point for each block, which is subtracted from them. Schemes differ in this, in names, in the values of
+codes, in how these are packed, and in the shape of a block.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ class Scheme:
         codes_suffix: Suffix of the tensor of codes.
         code_dtypes: Dtypes that the tensor of codes may have.
         decoded_suffix: Suffix of the decoded weight.
-        scale_suffix: Suffix of the scales.
+        scale_suffix: Suffix of the tensor of scales.
         scale_dtypes: Dtypes that the scales may have.
-        blocks: Shape of a block: as the config declares it, or a fixed number of elements of one row.
-        second_scale_suffix: Suffix of a scale of the whole tensor; empty for none.
+        blocks: Shape of a block of codes with one scale: "declared" if the config gives it, else a fixed number of
+            elements of one row.
+        second_scale_suffix: Suffix of a scale of the whole weight; empty for none.
         is_second_scale_divisor: True if values are divided by the second scale instead of multiplied with it.
         optional_suffixes: Suffixes of companions that may be absent: zero points, and the shape of the decoded weight.
         is_fused: True for weights of all experts in one tensor, which has three or more dims and no `.weight` in its
@@ -78,6 +81,7 @@ def _fp8(scale: str, *, is_fused: bool = False) -> Scheme:
 
 _INTEGER_COMPANIONS = (".weight_shape", ".weight_zero_point")
 
+# If several match a tensor and the config does not decide, the first one is used.
 SCHEMES: tuple[Scheme, ...] = (
     _fp8(".weight_scale_inv"),
     _fp8(".weight_scale"),

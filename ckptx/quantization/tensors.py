@@ -1,9 +1,8 @@
-"""Find the quantized weights of a checkpoint, each stored in several tensors.
+"""Find the quantized weights of a checkpoint, each of which is stored as several tensors.
 
-    codes        the quantized values
-    companions   tensors for dequantizing them: scales, zero points, and the shape of the weight
-
-The decoded weight is the dequantized one.
+codes            tensor of the quantized values
+companions       tensors for dequantizing them: scales, zero points, and the shape of the weight
+decoded weight   the dequantized weight
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ckptx.wording import counted
 
 _OTHER_FP8_DTYPES = frozenset({"F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 CODE_DTYPES = frozenset().union(*(scheme.code_dtypes for scheme in SCHEMES))
+# Format of the codes and dtype of their tensor -> number of codes in one element of the tensor; 1 for others.
 _CODES_PER_STORED_ELEMENT = {
     ("e2m1", "U8"): 2,
     ("e2m1", "I8"): 2,
@@ -37,7 +37,7 @@ _CODES_PER_STORED_ELEMENT = {
     ("int4", "I32"): 8,
     ("int8", "I32"): 4,
 }
-_GROUPS = {"row groups of 32": 32, "row groups of 16": 16}
+_GROUPS = {"row groups of 32": 32, "row groups of 16": 16}  # `Scheme.blocks` -> elements of a row that share a scale
 _SHAPE_DTYPES = frozenset({"I64", "I32"})
 Granularity = Literal["tensor", "matrix", "row", "column", "group", "block"]
 
@@ -50,9 +50,11 @@ class QuantizedTensor:
         name: Name of the decoded (dequantized) weight.
         scheme: Scheme of the weight.
         codes: Tensor of codes (quantized values).
-        scale: Tensor of scales.
-        companions: Scales, zero points and stored shape, by suffix; they are merged into the decoded weight.
-        shape: Shape in codes: that of the decoded weight, before a transposition.
+        scale: Tensor of scales, also in `companions`.
+        companions: Suffix as in `Scheme` -> tensor of scales or zero points, or of the stored shape; all of them are
+            merged into the decoded weight.
+        shape: Shape of the codes, with the last dim in codes instead of stored elements; that of the decoded weight
+            unless decoding exchanges its last two dims.
         granularity: Unit that has one scale: the tensor, or each matrix, row, column, group or block of elements.
         block: Rows and columns of this unit; the last group of a row and the last blocks may be smaller.
     """
@@ -154,7 +156,7 @@ def find_scheme(
 ) -> Scheme | None:
     """Return the scheme of a tensor of codes by its name and dtype and those of its scales; None if no scheme matches.
 
-    Of several schemes, one that the config declares is preferred.
+    If several schemes match, the first of `SCHEMES` that the config declares is returned, else the first one.
 
     Raises:
         UnsupportedError: The tensor may have two integer formats by its shape, and the config does not decide.
@@ -189,7 +191,7 @@ def _match_integer_widths(
     schemes: Sequence[Scheme],
     declared: DeclaredQuantization | None,
 ) -> list[Scheme]:
-    """Return the integer schemes with which the shape of the codes agrees with the shape of the scales.
+    """Return those of the integer `schemes` (4 or 8 bits) in which the shape of the codes matches that of the scales.
 
     Raises:
         UnsupportedError: Several schemes agree, and the config declares a quantization that does not decide.
@@ -217,7 +219,7 @@ def _match_integer_widths(
 
 
 def _stem(name: str, scheme: Scheme) -> str:
-    """Return the part of the name of a tensor of codes that its companions have in common."""
+    """Return the beginning of the name of a tensor of codes that the names of its companions share."""
     return name.removesuffix(scheme.codes_suffix) if scheme.codes_suffix else name
 
 
@@ -257,7 +259,7 @@ def _build_quantized_tensor(
             "dims, restore the file from a copy"
         )
     if scheme.codes_suffix == "_blocks":
-        *leading_sizes, groups, group_bytes = shape
+        *leading_sizes, groups, group_bytes = shape  # a byte has two codes, a group 32
         if group_bytes * 2 != 32 or len(shape) != 4:
             raise InputError(
                 f"{where}: has shape {list(shape)}; mxfp4 blocks have shape [experts, rows, groups, 16], restore the "
@@ -312,7 +314,8 @@ def _check_integer_companions(
             f"{where}: has shape {list(shape)} and zero points; ckptx decodes zero points only for weights of two "
             "dims; start from the checkpoint that it was quantized from"
         )
-    bits = int(scheme.code_format[3:])
+    bits = int(scheme.code_format[3:])  # "int4" or "int8"
+    # One zero point per scale; those of several rows are packed in one int32.
     expected = (-(-shape[0] * bits // 32), companions[scheme.scale_suffix].shape[1])
     if zero_point.dtype.name != "I32" or zero_point.shape != expected:
         raise InputError(
@@ -326,9 +329,16 @@ def _find_block(
 ) -> tuple[Granularity, tuple[int, int]]:
     """Return the unit that has one scale, with its rows and columns.
 
+    Args:
+        where: Location and name of the weight, for messages.
+        scheme: Scheme of the weight.
+        shape: Shape of the codes, in codes.
+        scale: Tensor of scales.
+        declared: Quantization that the config declares; None if it declares none.
+
     Raises:
-        InputError: The number of columns is no multiple of the group, or the scales have another shape than the weight
-            and the declared block require.
+        InputError: The number of columns is no multiple of the group, the config gives no block size, or the scales
+            have another shape than the weight and the declared block require.
     """
     *leading_sizes, rows, columns = shape
     group = _GROUPS.get(scheme.blocks)
@@ -337,7 +347,7 @@ def _find_block(
             f"{where}: has {columns} columns, but {scheme.name} requires a multiple of {group}; restore the file from "
             "a copy"
         )
-    candidates: dict[Shape, tuple[Granularity, tuple[int, int]]] = {}
+    candidates: dict[Shape, tuple[Granularity, tuple[int, int]]] = {}  # shape of the scales -> unit that they are for
     if group is not None:
         candidates = {(*leading_sizes, rows, columns // group): ("group", (1, group))}
     elif declared is not None:
@@ -346,7 +356,7 @@ def _find_block(
         for block in sorted(declared.block_sizes) if scheme.code_format == "e4m3" else ():
             grid = (*leading_sizes, -(-rows // block[0]), -(-columns // block[1]))
             candidates.setdefault(grid, ("group" if block[0] == 1 else "block", block))
-    # Shapes of scales that the message names; those of a column and of a matrix are rare.
+    # Shapes of scales that the error lists. It leaves out one scale per column or per matrix, which are rare.
     required_shapes = list(candidates)
     if group is None and (declared is None or scheme.code_format in declared.codes_with_broadcast_scales):
         candidates.setdefault((*leading_sizes, rows, 1), ("row", (1, columns)))
