@@ -124,7 +124,7 @@ def _run_steps(
         "%s: %d tensors, %d aliases", "original files restored" if selection.restored_files else "new layout",
         len(named_target.target.tensors), len(named_target.target.aliases),
     )  # fmt: skip
-    dtype = "base" if quantized.encoders else options.dtype
+    dtype = "base" if quantized.encoders else options.dtype  # `--quantize` implies the dtypes of the base
     cast = log(cast_tensors(view, named_target, base, dtype))
     combined = output.combine(view, replace(named_target, target=cast.target), base, quantized.files)
     quantized, files = replace(quantized, files=combined.files), combined.files
@@ -197,6 +197,7 @@ def _run_steps(
             _logger.debug("%s", line)
 
     def stored_names(names: Iterable[str]) -> set[str]:
+        """Return the names in the source checkpoint, before renaming, dequantization and use of master weights."""
         return renamed.stored_names(dequantized.stored_names(model.stored_names(names)))
 
     ledger = build_ledger(
@@ -217,6 +218,7 @@ def _run_steps(
     )
 
     def are_source_decisions_unchanged() -> bool:
+        """Return True if the source still leads to the same decisions; see `Job`."""
         compare_replicas(view.catalog, files)
         return resolve_ties(view, files, options) == ties and map_source_state() == training_state
 
@@ -251,9 +253,9 @@ def _scheme_change(renamed: RenamedSource, target: NamedTarget, names: str) -> S
     """Return the change of naming schemes from the source to the target; None if neither has names of a trainer.
 
     Args:
-        renamed: Source; under disk names if its names are Megatron's.
+        renamed: Source; renamed to disk names if its names are Megatron's.
         target: Target tensors under their final names.
-        names: Naming scheme of the target if it has no names of a trainer.
+        names: Value of `--names`, or the scheme that it defaults to.
     """
     before = renamed.scheme_change(names)
     change = target.scheme_change

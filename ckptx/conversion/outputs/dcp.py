@@ -66,8 +66,8 @@ class DcpFormat(OutputFormat):
     def names(self, view: ModelView, named_target: NamedTarget) -> dict[str, str]:
         """Map target names to output names.
 
-        Names of a DCP source are kept with wrappers and prefix, because the trainer that wrote it expects them. Names
-        of an HF source get the prefix of `--prefix`.
+        Names of a training checkpoint are kept with wrappers and prefix, because the trainer that wrote it expects
+        them, unless `--names` changes them. Names of an HF source get the prefix of `--prefix`.
 
         Raises:
             UsageError: The reader would not find the model under the prefix.
@@ -134,6 +134,13 @@ class DcpFormat(OutputFormat):
 
 
 def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> DcpOutput:
+    """Assign every block and pickled object to a file and an offset, in each part of the output.
+
+    Args:
+        dst: Directory to write.
+        contents: Contents of the output; without a mesh, it has no training state.
+        files: Number of `.distcp` files, as for `dcp_layout.allocate`; None chooses it by size.
+    """
     target, state, sharding = contents.sharded.target, contents.state, contents.sharded.sharded_model
     if sharding is None:
         assert not state.tensors
@@ -159,7 +166,7 @@ def _allocate_parts(dst: Path, contents: OutputContents, files: int | None) -> D
 
 
 def _model_names(contents: OutputContents) -> dict[str, str]:
-    """Map output names to the names that they are loaded as, where they differ."""
+    """Map output names to loaded names, where they differ."""
     naming = contents.naming
     if naming.rules is None:
         return {}

@@ -1,4 +1,8 @@
-"""Allocation of the files of a DCP, in one directory or in the two that a trainer writes side by side."""
+"""Allocation of the files of a DCP, in one directory or in several parts.
+
+A part is one directory of a DCP that a trainer writes as two, such as model and optimizer; each has its own
+`.metadata`, with names that may lack a prefix which they have in the catalog of the whole DCP.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,8 @@ class DcpOutput:
     Attributes:
         catalog: Every tensor and object of the DCP.
         file_groups: Groups of files that are written together.
-        markers: Path and bytes of each `.metadata`.
-        ranks: Rank of each file; empty if tensors are whole.
+        markers: Path and bytes of each `.metadata`, which are written last.
+        ranks: File name -> rank; empty if tensors are whole.
         catalog_names: Path of a `.metadata` -> map from each name in it to the name in `catalog`.
     """
 
@@ -85,15 +89,22 @@ def allocate_dcp(
 def _part_metadata(
     catalog: Catalog, contents: DcpContents, names: Mapping[str, str], planner_data: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], bytes]:
-    """Return the map from names in the `.metadata` of one part to catalog names, and the bytes of the `.metadata`."""
+    """Return the map from names in the `.metadata` of one part to catalog names, and the bytes of the `.metadata`.
+
+    Args:
+        catalog: Allocated tensors and objects of the part, under catalog names.
+        contents: Contents of the part.
+        names: Catalog name -> name in the part of the source; empty if both are equal.
+        planner_data: `planner_data` of the `.metadata` of the source; None if it has none.
+    """
     if not names:
         catalog_names = {**{name: name for name in (*catalog.tensors, *catalog.objects)}, **contents.aliases}
         return catalog_names, dcp_layout.metadata_bytes(catalog, contents.aliases, planner_data, contents.copies)
 
     def stored_name(name: str) -> str:
-        """Return a name as stored in the part, without the prefix that catalog names have.
+        """Return the name in the part of a catalog name, which may have one more prefix.
 
-        A name that the source does not have, that of a new copy or alias, loses the prefix of its counterpart.
+        A new copy or alias, which the source does not have, loses the prefix that its counterpart loses.
         """
         if name in names:
             return names[name]
@@ -113,10 +124,10 @@ def _part_metadata(
         objects={stored_name(name): entry for name, entry in catalog.objects.items()},
     )
     aliases = {stored_name(name): stored_name(stored) for name, stored in contents.aliases.items()}
-    counterparts = {stored_name(name): stored_name(stored) for name, stored in contents.copies.items()}
+    copies = {stored_name(name): stored_name(stored) for name, stored in contents.copies.items()}
     catalog_names = {stored_name(name): name for name in (*catalog.tensors, *catalog.objects)}
     catalog_names |= {stored_name(name): stored for name, stored in contents.aliases.items()}
-    return catalog_names, dcp_layout.metadata_bytes(renamed, aliases, planner_data, counterparts)
+    return catalog_names, dcp_layout.metadata_bytes(renamed, aliases, planner_data, copies)
 
 
 def _contents_of_part(contents: DcpContents, part: CheckpointPart, parts: tuple[CheckpointPart, ...]) -> DcpContents:
@@ -161,5 +172,5 @@ def append_part(output: DcpOutput, layout: dcp_layout.DcpLayout, path_prefix: st
         output.catalog.objects[name] = pickled._replace(file=path_prefix + pickled.file)
     for file, nbytes in layout.catalog.files.items():
         output.catalog.files[path_prefix + file] = nbytes
-        output.ranks[path_prefix + file] = int(file.split("_")[2])
+        output.ranks[path_prefix + file] = int(file.split("_")[2])  # `__RANK_NUMBER.distcp`
     output.file_groups.extend(tuple(path_prefix + file for file in group) for group in layout.file_groups)

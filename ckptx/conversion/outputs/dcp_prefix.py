@@ -18,7 +18,7 @@ def refuse_unreadable_prefix(prefix: str, names: Collection[str], view: ModelVie
 
     Args:
         prefix: Prefix to add to each name.
-        names: Names without the prefix.
+        names: Names of the model tensors without the prefix.
         view: Model that the names belong to.
 
     Raises:

@@ -130,7 +130,10 @@ class HuggingFaceFormat(OutputFormat):
     def _base_file_numbers(
         self, base: BaseCheckpoint, target: TargetTensors, notes: list[str]
     ) -> Mapping[str, int] | None:
-        """Return the file of each tensor in the base, or None if unknown or if options require other files."""
+        """Return tensor name -> number of its file in the base, from 1; None if unknown or if options set the files.
+
+        `notes` receives a note on names in the base that the target does not have.
+        """
         has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "hf")
         if has_other_options or base.file_numbers.keys().isdisjoint(target.tensors):
             return None

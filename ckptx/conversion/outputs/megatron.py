@@ -3,7 +3,7 @@
 DST/
     latest_checkpointed_iteration.txt    "release": weights without training state
     release/
-        .metadata, __0_*.distcp          a DCP under Megatron's names; a block for each layer and expert
+        .metadata, __0_*.distcp          a DCP under Megatron's names; one chunk for each layer and expert
         metadata.json, common.pt         Megatron's own files
         config.json, tokenizer files     for the way back: Megatron does not read them
     ckptx.json                           the manifest

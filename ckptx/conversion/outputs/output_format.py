@@ -30,10 +30,10 @@ class OutputContents:
     """All contents of an output, under their output names.
 
     Attributes:
-        sharded: Tensors of the model with their shards.
-        state: Training state.
-        names: Map from target names to output names.
-        naming: Map from target names to model names.
+        sharded: Tensors of the model, by output name, with their shards.
+        state: Training state; empty if the output does not keep it.
+        names: Target name -> output name.
+        naming: Map from target names to loaded names and to view names.
         base: Checkpoint whose config, tokenizer and other files are copied.
         restored_files: Original files of the source if they are restored; else None.
         original_files: Original files that the manifest of the output records; None for none.
@@ -55,11 +55,13 @@ class Allocation:
     Attributes:
         catalog: Every tensor and object of the output.
         check: Checks the finished files before they are marked as complete.
-        file_groups: Groups of files that are written together; None writes each file on its own.
-        prologues: File name -> first bytes of the file.
+        file_groups: Names of files that are written together because they have shards of the same tensors; None to
+            write each file on its own.
+        prologues: File name -> bytes before the first block; None if no file has such bytes.
         markers: Name and bytes of each file that is written last, in this order.
-        build_frame: Function that returns the frame around a block; None for formats without frames.
-        ranks: Rank of each file; empty if files do not belong to ranks.
+        build_frame: Function that returns the archive frame around a block from dtype and shape of the block; None for
+            formats without frames.
+        ranks: File name -> rank; empty if files do not belong to ranks.
         notes: Notes for the user.
     """
 
@@ -78,7 +80,7 @@ class ConfigEdits:
     """Changes to config.json.
 
     Attributes:
-        changes: `key` (dotted), `before` and `after` of each change.
+        changes: `key` (dotted), `before` and `after` of each change; `after` is None for a key that is removed.
         notes: Notes for the user.
     """
 
@@ -116,7 +118,7 @@ class OutputFormat(ABC):
 
     @property
     def has_new_prefix(self) -> bool:
-        """Return True if every name gets a prefix."""
+        """Return True if every name gets a prefix that the source does not have."""
         return False
 
     def keeps_state(self, source: Catalog) -> bool:
@@ -149,11 +151,17 @@ class OutputFormat(ABC):
         return CombinedTarget(named_target, files)
 
     def names(self, view: ModelView, named_target: NamedTarget) -> dict[str, str]:
-        """Map the names of a target to those in the output."""
+        """Map target names of tensors and aliases to output names."""
         return {name: name for name in (*named_target.target.tensors, *named_target.target.aliases)}
 
     def aliases(self, view: ModelView, named_target: NamedTarget, names: Mapping[str, str]) -> dict[str, str]:
-        """Map each second output name of a tensor that the source has under two names to its first."""
+        """Map the second output name of each tensor that the source has under two names to the first one.
+
+        Args:
+            view: Model in the source.
+            named_target: Target tensors.
+            names: Result of `names`.
+        """
         return {}
 
     @abstractmethod
@@ -184,7 +192,13 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def manifest(self, contents: OutputContents, allocation: Allocation, digests: Mapping[str, str]) -> dict[str, Any]:
-        """Return the contents of `ckptx.json`, without files and sidecars."""
+        """Return the contents of `ckptx.json`, without files and sidecars.
+
+        Args:
+            contents: Contents of the output.
+            allocation: Files of the output.
+            digests: Output name -> digest of the tensor or object in hex.
+        """
 
 
 def float_edits(

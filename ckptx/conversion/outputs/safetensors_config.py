@@ -1,4 +1,4 @@
-"""Edits to config.json that make loaders of safetensors, which rely on it, load what the files hold."""
+"""Edits to config.json for loaders of safetensors, which take dtypes, quantization and ties from it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`reshard` into sharded safetensors.
 
-Loaders look for every tensor by its model name, so tied names are stored as well.
+Loaders look for every tensor by its model name, so a tied weight is stored under both names.
 """
 
 from __future__ import annotations

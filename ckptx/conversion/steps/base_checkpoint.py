@@ -24,24 +24,25 @@ from ckptx.storage.interface import local_path
 from ckptx.storage.listing import EntryKind
 from ckptx.storage.local import LocalSource
 
-# Behavior without a config: convert; convert only if a manifest records that there was none; refuse, and name --base
-# none as a way to convert without one; refuse.
+# Behavior without a config. "none": convert. "unless recorded": convert only if the manifest of the source records
+# original files without a config. "config": refuse, and name `--base none` as a way to convert without one. "always":
+# refuse.
 ConfigNeed = Literal["none", "unless recorded", "config", "always"]
 
 
 @dataclass(frozen=True, slots=True)
 class BaseCheckpoint:
-    """Checkpoint that the source was trained from, as far as it is known.
+    """Source, and the base: the checkpoint that the source was trained from, as far as it is known.
 
     Attributes:
         source: Source checkpoint, with its sidecar files.
         catalog: Checkpoint of `--base`, else the one that the trainer recorded in `.hf_metadata/`; None for neither.
         config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
-        dtypes: Tensor name in the base -> dtype.
-        file_numbers: Tensor name -> number of its file in the base; empty unless `.hf_metadata/` records it.
-        is_none: True with `--base none`: no sidecar files are written.
-        is_dequantized: True if the quantized weights of the source are decoded.
-        is_renamed: True if the tensors of the source have other names than on disk.
+        dtypes: Tensor name in the base -> dtype; empty if unknown.
+        file_numbers: Tensor name in the base -> number of its file, from 1; empty unless `.hf_metadata/` records it.
+        is_none: True with `--base none`: no sidecar files are written, except those of Megatron's format.
+        is_dequantized: True if the quantized weights of `source` are decoded.
+        is_renamed: True if the tensors of `source` were renamed from Megatron's names to disk names.
         notes: Notes for the user.
     """
 
@@ -68,10 +69,10 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
         source: Source checkpoint.
         dst: Directory to write; must not contain files of the base.
         options: `base`, and the Hub options for it.
-        config_need: Behavior when there is no config.
+        config_need: Behavior when there is no config and `--base` is not set.
 
     Raises:
-        InputError: There is no config, or it is damaged.
+        InputError: There is no config although `config_need` requires one, or it is damaged.
         UnsupportedError: `--base` names a training checkpoint, such as a DCP.
         OutputError: `dst` overlaps the base.
     """

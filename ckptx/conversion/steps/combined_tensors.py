@@ -59,8 +59,9 @@ def combine_for_megatron(
         named_target: Target tensors under disk names, with the dtypes of the target.
         base: Checkpoint that the config comes from.
         files: Files of the source.
-        layers: Form of the layers; None for Megatron's own.
-        vocabulary_multiple: The number of rows of the vocabulary becomes a multiple of it.
+        layers: "stacked" for all layers in one tensor, "separate" for one tensor per layer; None for stacked layers if
+            all layers have the same tensors, else separate ones.
+        vocabulary_multiple: Number of which the rows of the vocabulary become a multiple, with rows of zeros.
 
     Raises:
         UnsupportedError: The Megatron names of the class or of a tensor are unknown, the layers cannot be stacked, or
@@ -130,7 +131,7 @@ def combine_for_megatron(
 
 
 def _refuse_changed_copies(target: TargetTensors, made: MegatronTensors, files: SourceFiles) -> None:
-    """Compare the copies of tensors in MTP layers with their originals.
+    """Compare the copies of tensors in MTP (multi-token prediction) layers with their originals.
 
     Raises:
         UnsupportedError: One is different.

@@ -1,4 +1,4 @@
-"""`--dequantize`: the source as a checkpoint of plain floats, before anything else looks at its tensors."""
+"""`--dequantize`: the source as a checkpoint of plain floats, which all later steps read."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class DequantizedSource:
         return {} if self.checkpoint is None else self.checkpoint.decoded.quantized.companion_names
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
-        """Return the stored names of tensors; a dequantized weight has that of its quantized values."""
+        """Return the stored names of tensors in `base.source`; a decoded weight has that of its quantized values."""
         stored = {} if self.checkpoint is None else self.checkpoint.decoded.stored_names
         return {stored.get(name, name) for name in names}
 
     def stored_dtype(self, entry: TensorEntry) -> DType:
-        """Return the dtype that an entry has on disk; a dequantized weight has that of its quantized values."""
+        """Return the dtype of an entry in the source files; a decoded weight has that of its quantized values."""
         decoders = {} if self.checkpoint is None else self.checkpoint.decoded.decoder_by_file
         decoder = decoders.get(entry.position[0]) if decoders and entry.chunks else None
         return entry.dtype if decoder is None else decoder.tensor.codes.dtype
 
     def bytes_to_read(self, plan: CopyPlan) -> int:
-        """Return the bytes that a plan reads from disk; a dequantized weight counts with its quantized size."""
+        """Return the bytes that a plan reads from the source files; a decoded weight counts with its quantized size."""
         if self.checkpoint is None:
             return plan.bytes_read
         decoders, saved = self.checkpoint.decoded.decoder_by_file, 0

@@ -26,9 +26,10 @@ class CastTensors:
     Attributes:
         target: Target tensors.
         was_cast: True if any dtype differs from that in the source.
-        uncast: Float tensors that `--dtype` does not cast; None for `--dtype auto`.
-        base_dtype_counts: Result of `--dtype base`: number of tensors with the dtype of the base, names that the base
-            lacks, names that are quantized in the base; None without `--dtype base`.
+        uncast: Names of float tensors that `--dtype` does not cast; None for `--dtype auto`.
+        base_dtype_counts: Result of `--dtype base` for the report: `matching` (number of tensors with the dtype of the
+            base), `not_in_base` (names that the base lacks), `quantized_in_base` (names that are quantized in the
+            base); None without `--dtype base`.
         notes: Notes for the user.
     """
 
@@ -45,8 +46,8 @@ def cast_tensors(view: ModelView, named_target: NamedTarget, base: BaseCheckpoin
     Args:
         view: Model in the source.
         named_target: Target tensors under their new names.
-        base: Base, whose dtypes `--dtype base` takes over. Other casts keep its float32 tensors in float32, unless all
-            of its tensors are float32.
+        base: Base, whose dtypes `--dtype base` takes over. Other casts do not cast a tensor that is float32 in the
+            source and in the base, unless all tensors of the base are float32.
         dtype_option: Value of `--dtype`: "auto" keeps the dtypes of the source, "base" takes those of the base, and
             "bf16", "fp16" and "fp32" cast to one dtype.
 
@@ -103,7 +104,9 @@ def _float32_names(base: Mapping[str, DType], base_dtypes: Mapping[str, DType]) 
 def _base_dtypes_by_target(
     base: Mapping[str, DType], view: ModelView, names: Iterable[str], naming: NameMap
 ) -> dict[str, DType]:
-    """Map target names, which may follow another naming scheme, to dtypes in the base; skip names that it lacks.
+    """Map target names, which may follow another naming scheme than the base, to dtypes in the base `base`.
+
+    Names that the base lacks are skipped.
 
     A tensor that is made of several base tensors has a dtype there only if all of them have the same.
     """
@@ -162,7 +165,7 @@ def config_dtype_edits(
     * edited if the base has no dtype for some of these tensors, and they have at least half of the elements of all
       floats.
 
-    The formats of source and output do not matter.
+    The output format does not matter.
 
     Args:
         view: Model in the source.

@@ -16,17 +16,17 @@ from ckptx.transfer.plan import CopyPlan
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Counts of source and target names.
+    """Counts of tensor names in the source and the output.
 
     Attributes:
         counts_by_outcome: Number of source names that were "written", are "tied" to a written name, were
             "merged" into a decoded weight, or were "dropped".
         source_count: Number of source names.
-        target_count: Number of target names.
-        distinct_count: Number of distinct tensors among them.
-        copies: Number of target names that are stored as a copy of another.
-        aliases: Number of target names that share the bytes of another.
-        dtypes: Number of target names by dtype, `before` (as read) and `after` (as written).
+        target_count: Number of output names.
+        distinct_count: Number of different tensors among them.
+        copies: Number of output names that are stored as a copy of another.
+        aliases: Number of output names that share the bytes of another.
+        dtypes: `before` (as in the source) and `after` (as written) -> dtype -> number of output names.
     """
 
     counts_by_outcome: Mapping[str, int]
@@ -66,12 +66,12 @@ def build_ledger(
         source_names: Stored names of the source tensors.
         plan: Copy plan.
         written: Stored names of the tensors that the target is made of.
-        shared: Stored names of tied tensors.
+        shared: Stored names of tied tensors; those in `written` count as written.
         merged: Stored names of scales and other parts of quantized weights that are decoded.
         dropped: Stored names of dropped tensors.
-        aliases: Name in the target -> name it shares bytes with.
+        aliases: Output name -> output name that it shares bytes with.
         representatives: Stored name -> representative name, equal for all names of one tensor.
-        stored_dtype: Function that returns the dtype on disk of a source entry.
+        stored_dtype: Function that returns the dtype in the source files for a source entry of the plan.
 
     Raises:
         InternalError: A tensor is neither written nor shared nor merged nor dropped.
@@ -108,5 +108,6 @@ def _content_key(entry: TensorEntry, stored_names: set[str], representatives: Ma
     """Return a key for the bytes of a source entry, equal for all names of one tensor."""
     if entry.name in representatives:
         return representatives[entry.name]
-    # A composed entry may begin at the same offset as another slice of the same tensor.
+    # Only a stored tensor is identified by its position: an entry that a conversion makes of slices may begin at the
+    # same offset as another one.
     return entry.position if entry.name in stored_names and entry.numel else entry.name

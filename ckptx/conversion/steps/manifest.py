@@ -29,7 +29,7 @@ def manifest_of(
     Args:
         format_name: "dcp", "sharded" or "huggingface".
         catalog: Catalog of the allocated output.
-        digests: Digest of each stored tensor.
+        digests: Name of a tensor of `catalog` -> its digest in hex.
         aliases: Name that shares the bytes of a stored tensor -> name of that tensor.
         copies: Stored name with the same bytes as another -> name of the other.
         original: Record from which the original files can be restored; None for none.
@@ -69,10 +69,11 @@ def manifest_of(
 
 
 class _ChunkTable:
-    """Numbered lists of chunks; tensors with the same chunks in the same files share one.
+    """Numbered lists of chunks; tensors with the same regions in the same files share one.
 
     Attributes:
-        shardings: `cuts` of the manifest.
+        shardings: `cuts` of the manifest: `files` (indices in `Catalog.files`), `offsets`, `sizes` of each block, and
+            `replicas` (indices of the blocks that are replicas).
     """
 
     def __init__(self, catalog: Catalog) -> None:

@@ -1,4 +1,4 @@
-"""A source with Megatron's names as one with disk names, before anything else looks at its tensors."""
+"""A source with Megatron's names as one with disk names, which all later steps read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class RenamedSource:
         return {stored for name in names for stored in self.model.stored_names.get(name, (name,))}
 
     def dropped_state(self) -> DroppedState:
-        """Return everything in the source that is not part of the model, none of which is written."""
+        """Return what is not written: the tensors that the renamed catalog does not have, and all pickled objects.
+
+        Only called if the names of the source are Megatron's.
+        """
         assert self.model is not None
         nbytes = sum(self.stored.tensors[name].nbytes for name in self.model.optimizer)
         objects = self.stored.objects.values()

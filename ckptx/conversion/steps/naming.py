@@ -23,7 +23,7 @@ class NameMap:
     Attributes:
         rules: Rules from disk names to model names, or, if the target has names of a trainer, `TrainerRules`; None if
             the class is unknown.
-        sources: New name -> old names of the tensors it is made of; empty if no name changed.
+        sources: Target name -> view names of the tensors that it is made of; empty if no name changed.
     """
 
     rules: NameRules | None
@@ -38,7 +38,7 @@ class NameMap:
         return name if self.rules is None else self.rules.model_name(name)
 
     def target_names(self, view: ModelView) -> dict[str, str]:
-        """Map names in `ModelView.tensors` to target names, for tensors that map one to one."""
+        """Map view names to target names, for tensors that map one to one."""
         if not self.sources:
             return {name: name for name in view.tensors}
         uses = Counter(name for sources in self.sources.values() for name in sources)
@@ -52,8 +52,8 @@ class SchemeChange:
     """Change of the naming scheme from or to the names of a trainer.
 
     Attributes:
-        before: Scheme of the source: "hf", "model" or a trainer.
-        after: Scheme of the target.
+        before: Scheme of the source: "hf", "model" or a trainer, such as "torchtitan" or "megatron".
+        after: Scheme of the target, one of the same.
         conversions: Conversions from names of the trainer to disk names.
     """
 
@@ -62,7 +62,7 @@ class SchemeChange:
     conversions: tuple[Conversion, ...]
 
     def report_entry(self) -> dict[str, Any]:
-        """Return the `names` entry of the report."""
+        """Return the `names` entry of the report, with the number of heads for each permuted q or k projection."""
         heads = {
             each.targets[0]: op.args[0] for each in self.conversions for op in each.ops if op.kind == "permute_rope"
         }
@@ -76,7 +76,7 @@ class NamedTarget:
 
     Attributes:
         target: Target tensors.
-        naming: Map from their names to the names they are loaded as, and to their old names.
+        naming: Map from target names to loaded names and to view names.
         notes: Notes for the user.
         scheme_change: Change from or to the names of a trainer; None for no such change.
     """
@@ -99,7 +99,7 @@ def rename_tensors(
 
     Args:
         view: Model in the source.
-        target: Target under the names of the view, with the dtypes of the source and without copied aliases.
+        target: Target under view names, with the dtypes of the source and without copied aliases.
         names: Value of `--names`; None if not set.
         default: Scheme without `--names`; None keeps names.
         original_tensor_names: Names of the tensors in the original files that a manifest records; None for none.
@@ -134,7 +134,7 @@ def rename_tensors(
     except UnsupportedError as error:
         if names is not None:
             raise
-        # Names that are as requested need no conversion, so these have the other naming.
+        # Names that follow `requested` already need no conversion, so the present names follow the other scheme.
         unchanged = "hf" if requested == "model" else "model"
         raise UnsupportedError(f"{error}; pass --names {unchanged} to keep the names") from error
     change = None

@@ -81,7 +81,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
 
 
 def _refuse_incomplete_set(source: Catalog) -> None:
-    """Refuse a single file whose name marks it as one of several, unless an index exists."""
+    """Refuse a single file whose name marks it as one of several (`model-00001-of-00004`), unless an index exists."""
     if len(source.files) != 1 or any(name.endswith(".index.json") for name in source.verbatim):
         return
     (name,) = source.files

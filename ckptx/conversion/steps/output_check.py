@@ -27,9 +27,10 @@ from ckptx.storage.interface import Source
 from ckptx.transfer.executor import CopyResult
 from ckptx.wording import counted
 
-# Reading `.metadata` and the heads of archives takes about 20 us and 1 KB per block. With so many blocks that this
-# would slow down the conversion, only the first and the last block of each file are checked. All are checked up to
-# `_ALWAYS_CHECKED_BLOCKS`, and up to `_MAX_CHECKED_BLOCKS` if a block has `_MIN_MEAN_BLOCK_BYTES` on average.
+# Reading `.metadata` and the frame heads of archives takes about 20 us and 1 KB per block. With so many blocks that
+# this would slow down the conversion, only the first and the last block of each file are checked. All blocks are
+# checked if there are at most `_ALWAYS_CHECKED_BLOCKS`, or at most `_MAX_CHECKED_BLOCKS` with more than
+# `_MIN_MEAN_BLOCK_BYTES` on average.
 _ALWAYS_CHECKED_BLOCKS, _MAX_CHECKED_BLOCKS, _MIN_MEAN_BLOCK_BYTES = 1 << 12, 1 << 17, 1 << 20
 
 
@@ -79,9 +80,10 @@ def check_sharded(tree: Source, catalog: Catalog) -> None:
 
 
 def check_dcp(tree: Source, output: DcpOutput) -> None:
-    """Read the heads of archives back, and parse each `.metadata` that is about to be written.
+    """Read the frame heads of archives back, and parse each `.metadata` that is about to be written.
 
-    With very many blocks, only the first and the last of each file are read, and no `.metadata` is parsed.
+    With very many blocks, only those of the first and the last block of each file are read, and no `.metadata` is
+    parsed.
 
     Raises:
         InternalError: A block differs from the plan.
@@ -105,7 +107,13 @@ def _can_check_all(catalog: Catalog) -> bool:
 
 
 def _check_metadata(metadata: DcpMetadata, marker: str, output: DcpOutput) -> None:
-    """Compare the names of one part and the recorded positions of their blocks with the plan."""
+    """Compare the names of one part and the recorded positions of their blocks with the plan.
+
+    Args:
+        metadata: Contents of the `.metadata` of the part.
+        marker: Path of this `.metadata`, which all paths in it are relative to.
+        output: Planned DCP.
+    """
     catalog, catalog_names = output.catalog, output.catalog_names[marker]
     path_prefix = marker[: -len(METADATA)]
     found = {*metadata.tensors, *metadata.objects}
@@ -153,7 +161,7 @@ def changed_bytes_error(name: str, found: str, recorded: str) -> InputError:
 class _PlannedBlocks:
     """Planned blocks by tensor and file, with a count of those found.
 
-    A file holds one block of a tensor, and tensors with the same shards share the list of their files.
+    A file has at most one block of each tensor, and tensors with the same shards share the list of their files.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -195,7 +203,10 @@ class _PlannedBlocks:
         return chunks[numbers[file]] if file in numbers else None
 
     def require_all_found(self) -> None:
-        """Raise InternalError if a planned block was not found; names in a header are unique: none counts twice."""
+        """Raise InternalError if a planned block was not found.
+
+        Comparing numbers is enough, because names in a header are unique, so that no block counts twice.
+        """
         planned = sum(len(entry.chunks) for entry in self._catalog.tensors.values())
         if self._found != planned:
             raise _internal_error(str(self._catalog.root), f"{self._found} blocks of {planned}")

@@ -38,7 +38,7 @@ def refuse_overflow(outcome: CopyResult, is_allowed: bool, dtype: str, log: Log)
 
 
 def range_notes(outcome: CopyResult) -> tuple[str, ...]:
-    """Describe the losses of a copy, one line for each kind."""
+    """Return a note on overflows and one on underflows in a copy; none for a kind that did not occur."""
     notes = []
     if outcome.overflows:
         notes.append(f"{_describe(outcome.overflows)} became infinite (--allow-overflow)")

@@ -29,7 +29,7 @@ class QuantizedTarget:
         named_target: Target tensors under their new names.
         files: Files of the source, and computed files of the quantized values and scales.
         encoders: Encoder of each quantized weight by name; empty without `--quantize`.
-        schemes: Schemes of these weights, see `describe_schemes`.
+        schemes: Entries of the report for the schemes of these weights, see `describe_schemes`.
         notes: Notes for the user.
     """
 
@@ -131,6 +131,7 @@ def quantize_target(
     encoder_by_file: dict[str, WeightEncoder] = {}
 
     def add_computed(entry: TensorEntry, made_of: tuple[str, ...]) -> None:
+        """Add a tensor of the base that is read from a computed file; `made_of` are the stored names in the source."""
         if entry.name in target.tensors and entry.name not in by_name:
             raise UnsupportedError(
                 f'{base.source.location}: tensor "{entry.name}" has the name of a scale in the base; is the checkpoint '

@@ -2,8 +2,8 @@
 
 Under torchtitan names and under model names (state dict of transformers), some tensors are permuted or fused versions
 of the tensors with disk names (as on the Hub). Undoing this depends on numbers in config.json: heads, groups, sizes.
-With a config that was edited in between, it gives tensors of the right shape with wrong rows, which only the recorded
-digest reveals.
+With a config that was edited in between, it gives tensors of the right shape with rows in a wrong order, which only the
+recorded digest of the config reveals.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named_target: N
 
 
 def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> list[str]:
-    """Return names or patterns of tensors whose order of rows depends on numbers of a config, in the source or target.
+    """Return names or patterns of tensors whose order of rows depends on numbers of a config, for a message.
 
-    One is returned for each conversion in the source; empty if no order depends on the config.
+    They are one pattern for each such conversion of source names; if there is none, the names of target tensors that
+    the conversion combines, splits or reorders. Empty if no order depends on the config.
     """
     rules, target_rules = rules_of(view), named_target.naming.rules
     trainer_conversions = [each for each in view.trainer_conversions if _reads_config(each)]
@@ -85,14 +86,17 @@ def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> lis
         if not patterns.isdisjoint(conversion.targets) and patterns.isdisjoint(conversion.sources):
             found.append(conversion.targets[0])
     if not found and (model_conversions or target_conversions):
-        stored = {id(entry.chunks) for entry in view.tensors.values()}
+        stored = {id(entry.chunks) for entry in view.tensors.values()}  # a tensor that is only renamed keeps its chunks
         source = named_target.target.source.tensors
         found = [name for name, old in named_target.target.source_names.items() if id(source[old].chunks) not in stored]
     return found
 
 
 def _reads_config(conversion: Conversion) -> bool:
-    """Return True for a conversion that uses numbers of the config; others depend on shapes only."""
+    """Return True for a conversion that uses numbers of the config; others depend on shapes only.
+
+    Such numbers are the arguments of an operation, except of `interleave`, whose argument only means its inverse.
+    """
     return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
 
 
@@ -116,7 +120,7 @@ def _tensors_without_disk_name(view: ModelView, manifest: Manifest) -> list[str]
 
 
 def _config_digest(source: Source) -> str | None:
-    """Return the digest of a config in the form of the manifest; None if there is no config."""
+    """Return the digest of config.json as manifests record it, in hex; None if there is no config."""
     return bytes_digest_hex(source.read_small(_CONFIG, MAX_METADATA_BYTES)) if source.listing().has(_CONFIG) else None
 
 
@@ -155,7 +159,7 @@ def _operations(view: ModelView, config: Mapping[str, Any]) -> dict[tuple[str, .
 
 
 def _describe_difference(name: str, ops: Sequence[Op], recorded: Sequence[Op]) -> str:
-    """Return how the order of elements differs: by the number of heads, or in another way."""
+    """Return the middle of an error: that the number of heads for tensor `name` differs, or the order of elements."""
     heads, recorded_heads = ([op.args[0] for op in each if op.kind == "permute_rope"] for each in (ops, recorded))
     if heads and recorded_heads and heads != recorded_heads:
         return (

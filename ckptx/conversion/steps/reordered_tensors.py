@@ -1,8 +1,8 @@
 """Check restored files against digests that were recorded for the same elements in another order.
 
-A tensor under torchtitan names, or with several experts in it, is not a tensor of the original files, so its recorded
-digest matches none of theirs. The written files are therefore read back in the order of the source, through the inverse
-of the operations that made them, which costs one more pass over these tensors.
+A source tensor under torchtitan names, or with several experts in it, is not a tensor of the original files, so its
+recorded digest matches none of theirs. The written files are therefore read back in the order of the source, through
+the inverse of the operations that made them, which costs one more pass over these tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_reordered(
         tree: Directory of the written files.
         written: Catalog of these files.
         restored: Recorded digests and the inverse operations.
-        source: Files of the source; a tensor without inverse is read there instead.
+        source: Files of the source; a source tensor that the inverse operations do not give is read there instead.
         options: Number of threads and memory for buffers.
 
     Raises:
@@ -39,13 +39,13 @@ def check_reordered(
     """
     inverse = _inverse_tensors(written, restored)
     with tree.open() as files:
-        files_by_origin = {True: files, False: source}
+        files_by_has_inverse = {True: files, False: source}
 
         def check(name: str) -> None:
             stored = restored.view.tensors[name]
             entry = inverse.get(name)
             has_inverse = entry is not None and (entry.dtype, entry.shape) == (stored.dtype, stored.shape)
-            reader = TensorReader(files_by_origin[has_inverse], options.buffer_bytes // options.threads)
+            reader = TensorReader(files_by_has_inverse[has_inverse], options.buffer_bytes // options.threads)
             digest = (
                 digest_tensor(reader, entry if has_inverse and entry is not None else stored, stored.dtype)
                 .digest()
@@ -60,6 +60,7 @@ def check_reordered(
 
 
 def _inverse_tensors(written: Catalog, restored: RestoredFiles) -> Mapping[str, TensorEntry]:
+    """Return source tensors, by name in the source, that are read from the written files; empty if irreversible."""
     try:
         return restored.in_source_form(written.tensors)
     except CkptxError:

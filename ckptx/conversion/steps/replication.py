@@ -45,7 +45,7 @@ class Replication:
         return {"tensors": self.replicated_count, "bytes": self.replicated_nbytes, "share": share}
 
     def notes(self, tp: int, subject: str) -> tuple[str, ...]:
-        """Return a warning if TP shards nothing, or only a small part of the model or of its layers.
+        """Return one note if TP shards nothing, or only a small part of the model or of its layers; else none.
 
         Args:
             tp: Number of TP ranks.

@@ -1,4 +1,4 @@
-"""Original files of an HF checkpoint, recorded through any chain of conversions and restored at its end."""
+"""Original files of an HF checkpoint: recorded by any number of conversions in a row, and restored by `to-hf`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptx.model_view.view import ModelView, read_valid_manifest, rules_of
 
 @dataclass(frozen=True, slots=True)
 class RecordingResult:
-    """Decision what the manifest of an output records of the original files.
+    """Original files that the manifest of an output records.
 
     Attributes:
         original: Record of the original files; None if there is nothing to record.
@@ -41,8 +41,8 @@ class RestoredFiles:
         named_target: Tensors of the original files under their original names.
         original: Record of the original files.
         manifest_path: Path of the manifest that records them.
-        digests: Original name -> recorded digest, for tensors that the source stores unchanged.
-        reordered_digests: Source name -> recorded digest, for source tensors whose elements are in another order than
+        digests: Original name -> recorded digest, for tensors whose elements are in the original order in the source.
+        reordered_digests: View name -> recorded digest, for source tensors whose elements are in another order than
             in the original files, or that combine several original tensors.
         view: Model in the source.
     """
@@ -82,7 +82,7 @@ class RestoredFiles:
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Decision whether the output restores the original files.
+    """Original files that the output restores, if it does.
 
     Attributes:
         files: Files to restore; None to write new files.
@@ -154,7 +154,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     Args:
         view: Model in the source.
         decisions: Decisions on its tied weights.
-        names: Value of `--names`, "hf" or None.
+        names: Value of `--names`: "hf", or None if not set.
 
     Raises:
         InputError: The manifest declares tensors tied whose bytes differ.
@@ -181,7 +181,7 @@ def restore_original(view: ModelView, decisions: Sequence[TieDecision], names: s
     digests = {
         name: records[source_names[name]].digest
         for name in original.tensors
-        # A digest covers the bytes in their order, so it does not hold for reordered rows.
+        # A digest covers the bytes in their order, so it does not hold for reordered rows. Others keep their chunks.
         if source_names.get(name) in records and target.tensors[name].chunks is view.tensors[source_names[name]].chunks
     }
     unchanged_names = {source_names[name] for name in digests}
@@ -221,7 +221,7 @@ def _dropped_ties(
     source_names: Mapping[str, str],
     decisions: Sequence[TieDecision],
 ) -> set[str] | None:
-    """Return the source names that the original files lack; None if the difference is not only dropped ties.
+    """Return the view names of tensors that the original files lack; None if the difference is not only dropped ties.
 
     A tensor is dropped only if the config ties it to one that is kept and both have the same bytes. That the manifest
     declares them tied is not enough.
@@ -230,8 +230,8 @@ def _dropped_ties(
         manifest: Manifest of the source.
         original: Original files that it records.
         target: Target under original names; no names share bytes in it.
-        source_names: Target name -> source name, which is also the name in the manifest.
-        decisions: Decisions on the tied weights of the source, by source names.
+        source_names: Target name -> view name, which is also the name in the manifest.
+        decisions: Decisions on the tied weights of the source, by view names.
 
     Raises:
         InputError: The manifest declares tensors tied whose bytes differ.
@@ -259,7 +259,10 @@ def _dropped_ties(
 
 
 def _tie_groups(decisions: Sequence[TieDecision]) -> dict[str, str]:
-    """Return a representative of its group for each name of a declared tie with equal bytes; other names are absent."""
+    """Return name -> representative, equal for all names that declared ties with equal bytes connect.
+
+    Names that are in no such tie are absent.
+    """
     representatives: dict[str, str] = {}
     for each in decisions:
         if each.declared and each.stored == "equal":

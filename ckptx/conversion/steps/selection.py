@@ -20,10 +20,10 @@ from ckptx.options.conversion import ConversionOptions
 def select_tensors(
     base: BaseCheckpoint, view: ModelView, ties: Ties, output: OutputFormat, options: ConversionOptions
 ) -> TensorSelection:
-    """Select the tensors of the original files, or apply `--tied` and `--names` if these are not restored.
+    """Select the tensors of the original files if the output restores these, else apply `--tied` and `--names`.
 
-    Original files are recorded if the output records them, no weight is dequantized, the names are not Megatron's,
-    they are not restored themselves, and the target has every tensor of the source.
+    The manifest records the original files if the output format records them and does not restore them, no weight is
+    dequantized, the names of the source are not Megatron's, and the target has every tensor of the source.
 
     Args:
         base: Checkpoint that the config comes from.

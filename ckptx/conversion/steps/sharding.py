@@ -32,7 +32,8 @@ class ShardedTarget:
     Attributes:
         target: Target tensors; an alias becomes a copy if its tensor is on another stage, or if each rank reads only
             its own files.
-        sharded_model: Stage of each tensor, and the blocks that it is split into; None if tensors are whole.
+        sharded_model: Stage of each tensor, and the blocks that it is split into; None without a mesh, if tensors are
+            whole.
         replication: Sizes of the tensors that TP shards and replicates; None without TP.
         notes: Notes for the user.
     """
@@ -165,7 +166,7 @@ def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -
 
 
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
-    """Return the target names that the model lacks or does not use.
+    """Return the target names of tensors that the class does not have or does not use.
 
     For example, a layer that shares the keys and values of another does not use its own projections.
     """
@@ -223,8 +224,8 @@ def rank_entries(files: Mapping[str, int], ranks: Mapping[str, int], dims: Paral
     """Return the `ranks` of the report: coordinates, bytes and files of each rank.
 
     Args:
-        files: Size of each file in bytes.
-        ranks: Rank of each file.
+        files: File name -> size in bytes.
+        ranks: File name -> rank.
         dims: Mesh dimensions.
     """
     entries: list[dict[str, Any]] = []

@@ -51,7 +51,7 @@ def collect_sidecars(
         base: Checkpoint that they come from.
         names: Names of the files to copy; with `--base none`, only files of Megatron's format are copied.
         edits: Changes to config.json.
-        needs_tokenizer: True to note that there is no tokenizer for a model with a vocabulary.
+        needs_tokenizer: True to add a note if a model with a vocabulary has no tokenizer files.
         keeps_state: True to copy `Catalog.training_files` of the source, too; False to note that they are not copied.
 
     Raises:

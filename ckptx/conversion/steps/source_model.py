@@ -42,7 +42,8 @@ class SourceModel:
     """Model in the source.
 
     Attributes:
-        view: View of the model; every block that will be read is located.
+        view: View of the model. Chunks that will be read are located: they are those of the elements, also if these are
+            in archives, which may be parsed only when they are read.
         notes: Notes for the user.
         masters: Stored name of each weight that is converted from its fp32 master -> stored name of the master.
     """
@@ -57,7 +58,7 @@ class SourceModel:
         return [{"name": name, "reason": "replaced by fp32 master weights"} for name in self.masters]
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
-        """Return the stored names of tensors; a weight that its master replaces has that of the master."""
+        """Return the stored names of tensors in the view; a weight that its master replaces has that of the master."""
         return {self.masters.get(name, name) for name in names}
 
 
@@ -69,7 +70,8 @@ def find_model(
     Args:
         base: Source checkpoint and its config.
         files: Files of the source.
-        options: Name prefix, `weights`, `trust_remote_code`, and `dry_run`, which locates every archive immediately.
+        options: Name prefix, `weights`, `tie_missing`, `trust_remote_code`, and `dry_run`, with which every archive is
+            parsed immediately.
         with_state: True if training state will be read as well.
 
     Raises:
@@ -168,7 +170,7 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
 
 
 def _guess_note(view: ModelView, decision: TieDecision) -> str:
-    """Return the note on a tied weight of an unknown class of which the name of one side is unknown."""
+    """Return the note on a tied weight of an unknown class of which only one of the two names is known."""
     names = (decision.source, decision.target)
     present, guess = names if decision.source in view.tensors else names[::-1]
     return (
@@ -262,9 +264,9 @@ class DroppedState:
 
     Attributes:
         tensors: Stored `name` and `reason` of each tensor that is not written.
-        optimizer: Tensors and bytes of optimizer state among them; None if the output keeps training state, or the
-            source is no training checkpoint.
-        objects: Number and bytes of pickled objects; None as for `optimizer`.
+        optimizer: `tensors` (number) and `bytes` of optimizer state among them; None if the output keeps training
+            state, or the source is no training checkpoint.
+        objects: `count` and `bytes` of pickled objects; None as for `optimizer`.
         notes: Notes for the user.
     """
 
@@ -275,7 +277,7 @@ class DroppedState:
 
 
 def drop_training_state(view: ModelView, objects: Mapping[str, BytesEntry], reason: str) -> DroppedState:
-    """Return everything except the model, by name for the ledger and in numbers for the summary.
+    """Return everything in the source except the model, by name for the ledger and in numbers for the summary.
 
     Args:
         view: Model in the source.
@@ -330,6 +332,6 @@ def refuse_without_model(view: ModelView) -> None:
 
 
 def wrapper_notes(view: ModelView, *, are_kept: bool) -> Iterable[str]:
-    """Return a note for each wrapper component, kept in names if `are_kept`, else removed from them."""
+    """Return a note for each wrapper component in the source: kept in names if `are_kept`, else removed from them."""
     action = "kept in" if are_kept else "removed from"
     return (f'wrapper "{wrapper}." {action} {counted(count, "name")}' for wrapper, count in view.wrappers.items())

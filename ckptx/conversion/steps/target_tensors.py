@@ -17,7 +17,7 @@ class TargetTensors:
     """Tensors of a target.
 
     Attributes:
-        source: Checkpoint they are read from, with an entry for each combined or split tensor.
+        source: Checkpoint they are read from, with an additional entry for each combined or split tensor.
         tensors: Target tensors by name, with shapes and dtypes of the target; chunks are not set yet.
         source_names: Name in the target -> name of the entry in `source` that it is read from.
         stored_names: Name in the target -> stored names, in the source, of the tensors it is made of.
@@ -25,8 +25,8 @@ class TargetTensors:
             are sharded.
         copied_aliases: Alias that `with_copies` stored as a tensor of its own -> name in `tensors` with the same bytes.
             Copies that `--tied copy` stores are not in it.
-        tied_stored_names: Stored names of tied tensors. Not all of them need to be written: the ledger, the check that
-            no source tensor is lost, accepts those that are not.
+        tied_stored_names: Stored names of tied tensors, of which not all have to be written: the ledger counts the
+            others as tied.
     """
 
     source: Catalog
@@ -39,7 +39,7 @@ class TargetTensors:
 
     @classmethod
     def from_source(cls, source: Catalog, tensors: Mapping[str, TensorEntry]) -> TargetTensors:
-        """Create a target with every tensor under its key; in `tensors`, entries have their stored names."""
+        """Create a target with every tensor under its key in `tensors`, whose entries have their stored names."""
         return cls(
             source,
             tensors={name: entry.with_name(name) for name, entry in tensors.items()},

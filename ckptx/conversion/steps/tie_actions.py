@@ -16,7 +16,8 @@ class TieAction(NamedTuple):
         action: "alias" if both names are in the output and share bytes, "copy" if the bytes are stored under each of
             them, "single" if the output has one of the names and a loader ties the other to it; "keep-both" and "none"
             as decided.
-        output_names: Names of target and source of the pair in the output; None for a name that the output lacks.
+        output_names: Output names of `TieDecision.target` and `TieDecision.source`; None for a name that the output
+            lacks.
     """
 
     action: str
@@ -27,7 +28,7 @@ def tie_actions(decisions: Iterable[TieDecision], contents: OutputContents) -> l
     """Return how each tied pair is written.
 
     Args:
-        decisions: Decisions on the tied weights of the source, by names of the view.
+        decisions: Decisions on the tied weights of the source, by view names.
         contents: Contents of the output.
     """
     target = contents.sharded.target

@@ -1,4 +1,4 @@
-"""Training state of a DCP, written to another DCP and sharded like the parameters it belongs to.
+"""Training state of the source, such as that of the optimizer, written to a DCP and sharded like its parameters.
 
 A state tensor with the shape of its parameter gets the same shards on the same stage; a scalar is stored there whole.
 A name that shares the bytes of another shares its state too, and a copy on another stage gets a copy of the state.
@@ -30,14 +30,14 @@ class TrainingState:
 
     Attributes:
         tensors: State tensors, with shapes and dtypes of the target; chunks are not set yet.
-        source_names: Name -> stored name in the source.
-        stored_names: Name -> stored names of the tensors it is made of.
-        aliases: Name that shares the bytes of another state -> name of that state.
-        copies: Name that repeats the bytes of another state -> name of that state.
+        source_names: Output name -> stored name.
+        stored_names: Output name -> stored names of the tensors that it is made of, always one.
+        aliases: Output name that shares the bytes of another state tensor -> name of that tensor.
+        copies: Output name in `tensors` with the same bytes as another state tensor -> name of that tensor.
         objects: Pickled objects.
-        object_source_names: Name of an object -> its name in the source.
-        placements: Stage and blocks of each tensor; empty without a mesh.
-        shared_stored_names: Stored names of state that is written under another name.
+        object_source_names: Output name of an object -> its stored name.
+        placements: Output name -> stage and blocks of the tensor; empty without a mesh.
+        shared_stored_names: Stored names of state whose bytes are written from another, equal tensor.
         dropped: Stored `name` and `reason` of each tensor or object that is not written: state of a tied name that
             differs from that of the other name.
         without_parameter: Stored names of optimizer tensors of more than one element that belong to no known parameter;
@@ -71,10 +71,10 @@ def map_training_state(
     """Map the training state of the source to the output.
 
     Args:
-        view: Model in the source, with every archive located.
+        view: Model in the source; the chunks of its catalog are located, see `locate_all_archives`.
         files: Files of the source.
         sharded: Tensors of the model by output name, with their shards.
-        output_names: Parameter name in the view -> name in the output, for parameters that map one to one.
+        output_names: View name of a parameter -> output name, for parameters that map one to one.
 
     Raises:
         UnsupportedError: State is keyed by index, or belongs to a parameter that is combined, split or reordered.
@@ -86,14 +86,18 @@ def map_training_state(
 
 
 class _StateMapper:
-    """Mapper of the training state of one checkpoint to the output."""
+    """Mapper of the training state of one checkpoint to the output.
+
+    "Stored" names are those in the source; other names are output names if nothing else is said.
+    """
 
     def __init__(
         self, view: ModelView, files: SourceFiles, sharded: ShardedTarget, output_names: Mapping[str, str]
     ) -> None:
+        """Start without state; for the arguments see `map_training_state`."""
         self.source, self.files, self.target, self.sharding = view.catalog, files, sharded.target, sharded.sharded_model
         self.output_names = output_names
-        self.stored_names = {name: entry.name for name, entry in view.tensors.items()}
+        self.stored_names = {name: entry.name for name, entry in view.tensors.items()}  # by view name
         self.parameters = ParameterIndex.of(self.stored_names, view.prefix)
         self.duplicates = view.duplicates
         self.optimizer, self.other = frozenset(view.optimizer), frozenset(view.other)
@@ -111,6 +115,11 @@ class _StateMapper:
         self.notes: list[str] = []
 
     def map_names(self, names: list[str]) -> TrainingState:
+        """Map state tensors and objects, given by their stored names; called once.
+
+        Raises:
+            UnsupportedError: State belongs to a parameter that is combined, split or reordered.
+        """
         states_by_parameter: dict[str, list[StateName]] = {}
         without_parameter: list[str] = []
         for name in names:
@@ -124,8 +133,8 @@ class _StateMapper:
             self._add(name, name, None)
         shared_names = {**self.target.aliases, **self.target.copied_aliases}
         mapped: set[str] = set()
-        for name, stored in shared_names.items():
-            mapped |= self._map_shared(name, stored, states_by_parameter)
+        for name, kept in shared_names.items():
+            mapped |= self._map_shared(name, kept, states_by_parameter)
         for parameter, states in states_by_parameter.items():
             for state in states:
                 if state.name not in mapped:
@@ -139,7 +148,7 @@ class _StateMapper:
         return TrainingState(
             self.tensors,
             self.source_names,
-            {name: (on_disk,) for name, on_disk in self.source_names.items()},
+            {name: (stored_name,) for name, stored_name in self.source_names.items()},
             self.aliases,
             self.copies,
             self.objects,
@@ -155,7 +164,7 @@ class _StateMapper:
     def _keep_duplicates(self) -> None:
         """Keep the second names of state that the checkpoint stores twice with equal bytes."""
         state = {*self.optimizer, *self.other}
-        output_names = {on_disk: name for name, on_disk in self.source_names.items()}
+        output_names = {stored_name: name for name, stored_name in self.source_names.items()}
         for name, other in self.duplicates.items():
             if other not in state:
                 continue
@@ -164,7 +173,9 @@ class _StateMapper:
                 self.aliases[name] = other
 
     def _find_unmatched(self, names: list[str]) -> list[str]:
-        """Return those of more than one element, which stay whole, and note them; none without a mesh.
+        """Return those of `names` that have several elements, and add a note: they are written whole on rank 0.
+
+        Without a mesh, the result is empty and no note is added.
 
         Args:
             names: Stored names of optimizer tensors without a known parameter.
@@ -192,21 +203,31 @@ class _StateMapper:
         return output_name
 
     def _output_name(self, state: StateName) -> str:
+        """Return the output name of a state: the stored one, unless its parameter is renamed."""
         output_parameter = self._output_parameter(state)
         return (
             state.name if output_parameter == self.stored_names[state.parameter] else state.name_for(output_parameter)
         )
 
-    def _map_shared(self, name: str, stored: str, states_by_parameter: Mapping[str, list[StateName]]) -> set[str]:
-        """Map the state of `name`, which shares the bytes of `stored`; return the stored names that were mapped."""
+    def _map_shared(self, name: str, kept: str, states_by_parameter: Mapping[str, list[StateName]]) -> set[str]:
+        """Map the state of a parameter that is an alias or a copy of another.
+
+        Args:
+            name: Output name of the alias or copy.
+            kept: Output name of the other parameter.
+            states_by_parameter: Output name of a parameter -> its state in the source.
+
+        Returns:
+            The stored names of the state that was mapped; that of `kept` is not among them.
+        """
         mapped = set()
         own_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(name, ())}
-        stored_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(stored, ())}
-        for key, state in stored_states.items():
+        kept_states = {(state.prefix, state.suffix): state for state in states_by_parameter.get(kept, ())}
+        for key, state in kept_states.items():
             counterpart = own_states.pop(key, None)
             output_name = self._output_name(state)
             self._share(
-                self._counterpart_name(state, stored, name) if counterpart is None else self._output_name(counterpart),
+                self._counterpart_name(state, kept, name) if counterpart is None else self._output_name(counterpart),
                 output_name,
                 state.name,
                 name,
@@ -218,11 +239,17 @@ class _StateMapper:
             output_name = self._output_name(state)
             self._add(state.name, output_name, name)
             mapped.add(state.name)
-            self._share(self._counterpart_name(state, name, stored), output_name, state.name, stored)
+            self._share(self._counterpart_name(state, name, kept), output_name, state.name, kept)
         return mapped
 
     def _counterpart_name(self, state: StateName, parameter: str, other: str) -> str:
-        """Return the name of the same state of another parameter, with or without prefix as in the source."""
+        """Return the output name of the same state of the parameter `other`, with or without prefix as in the source.
+
+        Args:
+            state: State in the source.
+            parameter: Output name of the parameter that it belongs to.
+            other: Output name of the other parameter.
+        """
         if (
             self._output_name(state) == state.name
             and state.name_in_state != parameter
@@ -232,29 +259,32 @@ class _StateMapper:
             return state.name_for(other.removeprefix(prefix))
         return state.name_for(other)
 
-    def _share(self, name: str, stored: str, on_disk: str, parameter: str) -> None:
-        """Make the state `name` an alias of the state `stored`, or a copy if they cannot share bytes.
+    def _share(self, name: str, kept: str, stored_name: str, parameter: str) -> None:
+        """Make the state `name` an alias of the state `kept`, or a copy if they cannot share bytes.
 
         Args:
             name: Output name of the state to add.
-            stored: Output name of the state that has the bytes.
-            on_disk: Stored name of that state.
+            kept: Output name of the state that has the bytes.
+            stored_name: Stored name of the state that has the bytes.
             parameter: Output name of the parameter that the state `name` belongs to.
         """
-        if on_disk in self.source.objects:
-            self._add(on_disk, name, parameter)
+        if stored_name in self.source.objects:
+            self._add(stored_name, name, parameter)
         elif self._has_copy(parameter):
-            self._add(on_disk, name, parameter)
-            self.copies[name] = stored
+            self._add(stored_name, name, parameter)
+            self.copies[name] = kept
         else:
-            self.aliases[name] = stored
+            self.aliases[name] = kept
 
     def _has_copy(self, parameter: str) -> bool:
         """Return True for a parameter that is a copy or has one, and so needs separate state."""
         return parameter in self.target.copied_aliases or parameter in self.target.copied_aliases.values()
 
     def _merge_states(self, duplicate: str, stored: str) -> None:
-        """Merge two states of one parameter, by stored name; if they differ, keep `stored` and drop the other."""
+        """Account for `duplicate`, which the source has in addition to the state `stored` of a tied parameter.
+
+        If their bytes differ, the duplicate is dropped, with a note. Both arguments are stored names.
+        """
         if duplicate in self.source.objects:
             is_same = self._read_object(duplicate) == self._read_object(stored)
         else:
@@ -278,20 +308,20 @@ class _StateMapper:
         location = self.source.objects[name]
         return self.files.read(location.file, location.offset, location.nbytes)
 
-    def _add(self, on_disk: str, name: str, parameter: str | None) -> None:
+    def _add(self, stored_name: str, name: str, parameter: str | None) -> None:
         """Add one tensor or object under its output name.
 
         Args:
-            on_disk: Stored name.
+            stored_name: Stored name.
             name: Output name.
             parameter: Output name of its parameter; None if it belongs to none.
         """
-        if on_disk in self.source.objects:
-            self.objects[name] = self.source.objects[on_disk]._replace(name=name)
-            self.object_source_names[name] = on_disk
+        if stored_name in self.source.objects:
+            self.objects[name] = self.source.objects[stored_name]._replace(name=name)
+            self.object_source_names[name] = stored_name
             return
-        entry = self.source.tensors[on_disk]
-        self.tensors[name], self.source_names[name] = entry.with_name(name), on_disk
+        entry = self.source.tensors[stored_name]
+        self.tensors[name], self.source_names[name] = entry.with_name(name), stored_name
         if self.sharding is not None:
             self.placements[name] = self._place(entry, parameter, self.sharding)
 
@@ -300,9 +330,9 @@ class _StateMapper:
         whole_block = (Block(0, full_region(entry.shape)),)
         if parameter is None:
             return 0, whole_block
-        stored = self.target.aliases.get(parameter, parameter)
-        placed = sharding.placements[stored]
-        if entry.shape == self.target.tensors[stored].shape:
+        kept = self.target.aliases.get(parameter, parameter)
+        placed = sharding.placements[kept]
+        if entry.shape == self.target.tensors[kept].shape:
             return placed.stage, placed.blocks
         if entry.numel > 1:
             self.replicated.append(entry.name)
