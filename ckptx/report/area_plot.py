@@ -16,18 +16,19 @@ from ckptx.report.plots import HEIGHT, WIDTH, Label, Plot, Tick, svg_path, svg_r
 from ckptx.report.report import human_bytes
 from ckptx.untrusted.printable import one_line
 
-_MAX_SLOTS = 600
+_MAX_SLOTS = 600  # slots that are drawn, about
 _PEAK_HEADROOM = 1.22  # upper edge / peak, with room for a label above the peak
 _GPU_MEMORY_HEADROOM = 1.17  # upper edge / GPU memory
 _MAX_GPU_MEMORY_RATIO = 2.5  # GPU memory is drawn up to this multiple of the peak
-_MAX_TICKS = 6
+_MAX_TICKS = 6  # labels on the vertical axis, without that of 0
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+# Possible distances between ticks, in the unit of their labels.
 _TICK_STEPS = (0.2, 0.25, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 10000)
-_LETTER_WIDTH_PERCENT = 0.72  # percent of the plot width
+_LETTER_WIDTH_PERCENT = 0.72  # width of a letter of a label, in percent of the plot width
 
 
 class Slot(NamedTuple):
-    """A part of a step, drawn as one slot of the plot.
+    """A part of a step, drawn with the same width as all other slots of the plot.
 
     Attributes:
         phase: "build" (inputs), "forward", "backward", "clipping" or "optimizer".
@@ -46,7 +47,7 @@ class Area(NamedTuple):
     """One stacked area of the plot.
 
     Attributes:
-        kind_index: Index of its bytes in `Slot.bytes_by_kind`.
+        kind_index: Index of the kind of memory in `Slot.bytes_by_kind`.
         color: Number of its color in report.css.
     """
 
@@ -111,13 +112,16 @@ def _total_bytes(slot: Slot) -> int:
 
 
 def _merge_gaps(slots: Sequence[Slot]) -> list[Slot]:
-    """Merge work between two layers of a pass, or between two slots of one layer, into the first of them."""
+    """Merge work between two layers of a pass, and further slots of the same layer, into the slot of the first layer.
+
+    A merged slot has the bytes of the largest one.
+    """
     merged: list[Slot] = []
-    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):
-        group = list(slots_of_pass)
-        last_layer_index = max((index for index, slot in enumerate(group) if slot.layer), default=-1)
+    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):  # by phase and microbatch
+        pass_slots = list(slots_of_pass)
+        last_layer_index = max((index for index, slot in enumerate(pass_slots) if slot.layer), default=-1)
         begin = len(merged)
-        for index, slot in enumerate(group):
+        for index, slot in enumerate(pass_slots):
             layer = merged[-1].layer if len(merged) > begin else ""
             if layer and (slot.layer == layer or (not slot.layer and index < last_layer_index)):
                 merged[-1] = max(merged[-1], slot, key=_total_bytes)._replace(layer=layer)
@@ -127,15 +131,16 @@ def _merge_gaps(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _downsample(slots: list[Slot]) -> list[Slot]:
-    """Reduce the slots to about `_MAX_SLOTS`: keep the largest of each group of neighbors in a pass."""
+    """Reduce the slots to about `_MAX_SLOTS`: keep the largest of every few neighbors in a pass."""
     group_size = -(-len(slots) // _MAX_SLOTS)
     if group_size == 1:
         return slots
     kept_slots = []
-    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):
-        group = list(slots_of_pass)
+    for _, slots_of_pass in groupby(slots, key=lambda slot: slot[:2]):  # by phase and microbatch
+        pass_slots = list(slots_of_pass)
         kept_slots += [
-            max(group[start : start + group_size], key=_total_bytes) for start in range(0, len(group), group_size)
+            max(pass_slots[start : start + group_size], key=_total_bytes)
+            for start in range(0, len(pass_slots), group_size)
         ]
     return kept_slots
 
@@ -190,6 +195,7 @@ def area_plot(
 
 
 def _make_peak_label(x: float, text: str) -> Label:
+    """Return the label of the peak, on the side with more room; `x` is its distance from the left, 0 to 1."""
     side = f"left:{100 * x:.2f}%" if x < 0.5 else f"right:{100 - 100 * x:.2f}%"
     return Label(text, side, f"peak {'after' if x < 0.5 else 'before'}")
 
@@ -210,7 +216,7 @@ def _draw_backward_passes(slots: Sequence[Slot], slot_width: float) -> Iterator[
 
 
 def _draw_areas(slots: Sequence[Slot], areas: Sequence[Area], scale: Scale, slot_width: float) -> Iterator[Markup]:
-    low = [0] * len(slots)
+    low = [0] * len(slots)  # bytes of the areas below, by slot
     for area in areas:
         high = [base + slot.bytes_by_kind[area.kind_index] for base, slot in zip(low, slots, strict=True)]
         if high != low:

@@ -1,4 +1,4 @@
-"""HTML page of `forecast`: memory over one training step, and its largest tensors at the peak.
+"""HTML page of `forecast`: memory over one training step, and the largest tensors at the peak of memory.
 
 This module computes the content; `templates/forecast.html` is the markup. The page has no scripts and loads nothing.
 Names of modules and models are untrusted; the template escapes them.
@@ -211,13 +211,13 @@ def _stage_section(report: ForecastReport, row: Mapping[str, Any], scale: Scale)
 def _slot_places(slots: Sequence[Slot], has_first_stage: bool, has_last_stage: bool) -> Iterator[str]:
     """Yield where each slot is in its pass: `, layers.0` or `, before the layers (embedding)`.
 
-    It is empty in a pass without layers. In a forward pass, the embedding runs before the layers, and the final norm,
-    head and loss after them; in a backward pass, it is the reverse.
+    Yield "" for each slot of a pass without layers. In a forward pass, the embedding runs before the layers, and the
+    final norm, head and loss after them; in a backward pass, it is the reverse.
 
     Args:
-        slots: Slots of a rank.
-        has_first_stage: True if the passes of the rank are those of the first stage, which has the embedding.
-        has_last_stage: True if the passes of the rank are those of the last stage, which has the head and the loss.
+        slots: Slots of a rank, see `area_plot.Slot`.
+        has_first_stage: True if all passes of the rank are those of the first stage, which has the embedding.
+        has_last_stage: True if all passes of the rank are those of the last stage, which has the head and the loss.
     """
     embedding, head = " (embedding)" if has_first_stage else "", " (head, loss)" if has_last_stage else ""
     for (phase, _), group in groupby(slots, key=lambda slot: (slot.phase, slot.microbatch)):
@@ -242,9 +242,10 @@ def _memory_plot(report: ForecastReport, row: Mapping[str, Any], scale: Scale) -
     if not slots:
         return None
     kinds = list(report.memory_kinds)
-    # passes of a rank with several stages are of any of them
+    # The timeline does not record the stage of a pass, so it is known only if the rank has one stage.
     stages = list(row["stages"])
     first, last = stages == [0], stages == [report.layout["pp"] - 1]
+    # By id, because two slots of a step can be equal.
     places = {id(slot): place for slot, place in zip(slots, _slot_places(slots, first, last), strict=True)}
 
     def slot_text(slot: Slot) -> str:

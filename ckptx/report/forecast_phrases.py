@@ -115,7 +115,10 @@ def place_text(tensor: Mapping[str, Any]) -> str:
 
 
 def flops_text(row: Mapping[str, Any] | ForecastReport) -> str:
-    """Return the FLOPs of a step and the recomputed share of them: `56.2 TFLOP per step, 8.1% recomputed`."""
+    """Return the FLOPs of a step and the recomputed share of them: `56.2 TFLOP per step, 8.1% recomputed`.
+
+    `row` is an entry of `by_pipeline_rank`, or the report for the sum over all ranks.
+    """
     flops, recomputed = (row.flops, row.recomputed_flops) if isinstance(row, ForecastReport) else (
         row["flops"], row["recomputed_flops"],
     )  # fmt: skip
@@ -131,7 +134,7 @@ def communication_text(row: Mapping[str, Any]) -> str:
 
 def present_kinds(report: ForecastReport, row: Mapping[str, Any]) -> set[str]:
     """Return the kinds of memory that a rank has at the peak of any part of the step."""
-    sizes_by_kind = zip(*(part[3:] for part in row["timeline"]), strict=True)
+    sizes_by_kind = zip(*(part[3:] for part in row["timeline"]), strict=True)  # after phase, microbatch and layer
     return {kind for kind, sizes in zip(report.memory_kinds, sizes_by_kind, strict=True) if any(sizes)}
 
 

@@ -9,12 +9,13 @@ from ckptx.report.documents.forecast import SearchReport
 from ckptx.report.forecast_phrases import dims_text, other_precision_text, precision_text, step_text
 from ckptx.report.report import counted, human_bytes
 
-# Rules of the table, printed below it.
+# Explanations of the order and the columns of the table, printed below it.
 _RULES = (
     "order: least time lost (recomputed, idle), then least sent per rank, then lowest peak; free: after the reserve",
     "AC mode: the first of none, selective, submodule and full that fits",
     "microbatches: one sequence each; with dp_shard, larger ones if they rank first (they send less, at a higher peak)",
 )
+# The last column says that a layout is fully evaluated.
 _COLUMN_TITLES = ("layout", "AC mode", "microbatches", "peak", "free", "recomputed", "idle", "sent per rank", "")
 
 

@@ -34,7 +34,7 @@ from ckptx.report.report import counted, human_bytes
 from ckptx.report.text import architecture_text
 from ckptx.untrusted.printable import escape_strings, one_line
 
-_MAX_CELLS = 4096  # more ranks are not drawn
+_MAX_CELLS = 4096  # with more holders, the mesh is not drawn
 _MAX_BARS = 2048  # with more holders, a bar is the maximum of several neighbors
 _MAX_ROWS = 400  # groups of tensors listed without a search
 # Cells show their bytes if there are at most this many holders and TP ranks, so that a line fits in 1,300 px.
@@ -66,7 +66,7 @@ class LayoutHeading:
 
 @dataclass(frozen=True, slots=True)
 class RankCell:
-    """A holder in the drawing of its stage.
+    """A cell in the drawing of a stage, for one holder.
 
     Attributes:
         index: Index among all holders.
@@ -430,7 +430,7 @@ def _tensors(layout: Layout, listed_groups: Sequence[tuple[int, TensorGroup]]) -
 
 
 def _first_groups(layout: Layout) -> list[tuple[int, TensorGroup]]:
-    """Return index and group of the first `_MAX_ROWS` groups, after those of one pattern are put next to each other."""
+    """Return the first `_MAX_ROWS` groups, those of one pattern next to each other, with their index in the layout."""
     first_index = {group.pattern: index for index, group in reversed(list(enumerate(layout.groups)))}
     return sorted(enumerate(layout.groups), key=lambda item: first_index[item[1].pattern])[:_MAX_ROWS]
 

@@ -1,4 +1,7 @@
-"""Data and thumbnails of the layout page: each sharding is stored once, and tensors refer to it by index."""
+"""Data and thumbnails of the layout page: each sharding is stored once, and tensors refer to it by index.
+
+A holder is a rank, or a file if ranks are unknown.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,8 @@ def _count_splits(sharding: Sharding, dim: int) -> int:
 def holder_colors(layout: Layout) -> list[tuple[int, float]]:
     """Return hue and lightness (OKLCH) of each rank of a stage, or of each holder if there is no mesh.
 
-    TP ranks are spread over all hues; FSDP ranks of one TP rank have hues between it and the next. All colors are light
-    enough for dark text.
+    TP ranks are spread over all hues; FSDP ranks of one TP rank have hues between it and the next. Without a mesh,
+    neighbors differ by the golden angle (137.508 degrees). All colors are light enough for dark text.
     """
     dims = layout.dims
     if dims is None:
@@ -97,7 +100,8 @@ def tensor_name(pattern: str, numbers: str) -> str:
 def page_data(layout: Layout) -> dict[str, Any]:
     """Return the data that layout.js reads.
 
-    A holder is an index into "holders"; in a sharding, the index is relative to the first holder of the tensor.
+    Elsewhere in the data, a holder is its index in "holders"; in a sharding, the index is relative to the first holder
+    of the tensor. An entry of "groups" has the indices in the names of its tensors, by first holder.
     """
     storing_tp_ranks = layout.storing_tp_ranks()
     return {
@@ -150,7 +154,10 @@ def escape_json(data: dict[str, Any]) -> str:
 
 
 def thumbnail_id(layout: Layout, sharding_index: int, first_holder: int) -> str:
-    """Return the id of the thumbnail of a sharding whose first holder is `first_holder`; stages share thumbnails."""
+    """Return the id of the thumbnail of a sharding whose first holder is `first_holder`.
+
+    With a mesh, all stages share thumbnails, because the colors of their ranks are the same.
+    """
     return f"c{sharding_index}-{first_holder % len(holder_colors(layout)) if layout.dims is not None else first_holder}"
 
 

@@ -38,7 +38,7 @@ from ckptx.report.robustness_phrases import (
 )
 from ckptx.untrusted.printable import one_line
 
-_MAX_ITEMS = 40
+_MAX_ITEMS = 40  # items of a check that are listed in a failure
 
 
 def junit_xml(report: Report, recipe: str) -> str:
@@ -154,5 +154,5 @@ def _xml_text(text: str) -> str:
 
 
 def _escape_class_name(name: str) -> str:
-    """Return a name without dots, slashes and whitespace, as the services split a class name at its dots."""
+    """Return a name with underscores for dots, slashes and whitespace, as services split a class name at its dots."""
     return re.sub(r"[.\s/]+", "_", name) or "_"

@@ -26,7 +26,7 @@ class PeakOfProcesses(TypedDict):
 
 
 def peak_of_processes(peaks_bytes: Iterable[int], *, are_ranks: bool) -> PeakOfProcesses:
-    """Compute the peak memory of a run from those of its processes.
+    """Return the peak memory of the largest process of a run.
 
     Args:
         peaks_bytes: Peak resident set size of each process, in bytes.
@@ -70,7 +70,10 @@ def speed_text(report: Report) -> str:
 
 
 def written_text(output_bytes: int, written_bytes: int) -> str:
-    """Return the bytes of all files of an output, and how many of them an earlier run wrote: `79.43 MiB in files`.
+    """Return the bytes of all files of an output, and how many of them an earlier run wrote, if any.
+
+    Example:
+        79.43 MiB in files, 12.50 MiB of it by an earlier, interrupted run
 
     Args:
         output_bytes: Bytes of all files of the output.

@@ -1,8 +1,8 @@
 """Render a self-contained HTML page from its template, with its Content-Security-Policy and escaping.
 
-Templates are in `templates/`, one for each page. Their output is escaped, and each string is shown as one line without
-control characters (`one_line`), as names in a checkpoint are untrusted; only `Markup` is inserted as it is. This module
-imports jinja2, so commands import it when they write a page.
+Templates are in `templates/`, one for each page. Values in a template are escaped, and each string is shown as one line
+without control characters (`one_line`), because names in a checkpoint are untrusted; only `Markup` is inserted as it
+is. This module imports jinja2, so commands import it only when they write a page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def render_page(template: str, title: str, styles: Iterable[str], script: str | 
 
 
 def read_asset(name: str) -> str:
-    """Return a style sheet, a script or a template of this package."""
+    """Return the text of a style sheet, a script or a template of this package.
+
+    Args:
+        name: File name, relative to this package.
+    """
     return (files("ckptx.report") / name).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: losses over steps, differences between runs on a log scale, and the frame of any plot.
+"""Plots as inline SVG: losses over steps, differences between runs on a log scale, and the parts of any plot.
 
 This module computes shapes; the macro `plot` in `templates/parts.html` writes them and their labels. The SVG is
 stretched to the available width, so lines keep their width by `non-scaling-stroke`, and dots are lines of length 0 with
@@ -18,7 +18,8 @@ WIDTH, HEIGHT = 1000, 400  # units of the drawing
 _MAX_STEP_LABELS = 9
 _MAX_DOTS = 60  # points of a run; a longer run is drawn as a line only
 _MIN_EXPONENT = -12  # smallest power of 10 on a log scale
-_NONFINITE_Y, _FINITE_TOP = 12, 46  # distances from the top: of NaN and infinity, and of the largest finite number
+# Distances from the top, in units of the drawing: of NaN and infinity, and of the largest finite number.
+_NONFINITE_Y, _FINITE_TOP = 12, 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class RunCurve(NamedTuple):
     Attributes:
         name: Name of the run in the report.
         color: Number of its color in report.css.
-        points: Pairs of step and value, which may be NaN or infinite.
+        points: Pairs of step and value, in order of the steps; a value may be NaN or infinite.
     """
 
     name: str
@@ -127,7 +128,7 @@ def plot_losses(runs: Sequence[RunCurve]) -> Plot | None:
         top = _FINITE_TOP if has_nonfinite else 0
         return top + (HEIGHT - top) * (high - value) / (high - low)
 
-    tick_values = [(low + (high - low) * part / 4) for part in range(5)]
+    tick_values = [(low + (high - low) * index / 4) for index in range(5)]
     ticks = [
         *([Tick(_NONFINITE_Y, "nan")] if has_nonfinite else []),
         *(Tick(y(value), f"{value:.4g}") for value in tick_values),
@@ -152,7 +153,7 @@ def plot_differences(runs: Sequence[RunCurve], band: NoiseBand) -> Plot | None:
 
     def y(value: float) -> float:
         if value <= 0:
-            return HEIGHT - 12.0
+            return HEIGHT - 12.0  # below all positive numbers, which end 60 units above the bottom
         fraction = (log10(value) - low) / decades
         return _FINITE_TOP + (1 - min(1.0, max(0.0, fraction))) * (HEIGHT - _FINITE_TOP - 60)
 
@@ -194,6 +195,7 @@ def _has_nonfinite(runs: Sequence[RunCurve]) -> bool:
 
 
 def _x(step: float, steps: Sequence[float]) -> float:
+    """Return the distance of a step from the left, in units of the drawing; `steps` are all steps, sorted."""
     step_range = steps[-1] - steps[0]
     return WIDTH / 2 if not step_range else 20 + (WIDTH - 40) * (step - steps[0]) / step_range
 
@@ -201,7 +203,14 @@ def _x(step: float, steps: Sequence[float]) -> float:
 def _draw_curve(
     run: RunCurve, steps: Sequence[float], y: Callable[[float], float], *, is_first: bool
 ) -> Iterator[Markup]:
-    """Draw a run as a line and dots; NaN and infinity leave a gap and are dots at the top."""
+    """Draw a run as a line and dots; NaN and infinity leave a gap and are dots at the top.
+
+    Args:
+        run: Run to draw.
+        steps: Steps of all runs, sorted.
+        y: Function that returns the distance of a finite value from the top, in units of the drawing.
+        is_first: True for the run that is drawn as a broad line.
+    """
     line, dots, is_drawing = "", "", False
     for step, value in run.points:
         if not isfinite(value):

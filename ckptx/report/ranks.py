@@ -1,4 +1,7 @@
-"""Output of `inspect --ranks`: report entries of ranks and files, and a table that is readable for a thousand ranks."""
+"""Output of `inspect --ranks`: report entries of ranks and files, and a table that is readable for a thousand ranks.
+
+A holder is a rank, or a file if ranks are unknown.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _MAX_LAYERS_LENGTH = 60  # characters
 
 
 def layout_report(layout: Layout) -> RanksOfInspection:
-    """Return the mesh and the balance of its ranks, with an entry for each file if ranks are unknown."""
+    """Return the mesh and the balance of its ranks; if ranks are unknown, the balance and entries of the files."""
     dims, mesh = layout.dims, None
     if dims is not None:
         stages = [layer_ranges(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
@@ -54,8 +57,8 @@ def mesh_text(layout: dict[str, Any] | None, num_ranks: int) -> str:
     """Return the mesh and its number of ranks: `tp 2 x pp 1 x dp_shard 2, 4 ranks`.
 
     Args:
-        layout: Sizes of the mesh; None if it is unknown.
-        num_ranks: Number of ranks; 0 if ranks are unknown.
+        layout: Sizes of the mesh, as in `RanksOfInspection.layout`; None if the mesh is unknown.
+        num_ranks: Number of ranks; 0 if the files are not those of ranks.
     """
     if not num_ranks:
         return "not sharded"
@@ -121,7 +124,9 @@ def _rank_cells(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str
 
 def _file_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     shown = rows[:_MAX_ROWS]
-    cells = [[r["file"], _layers_text(r["layers"]), f"{r['tensors']:,}", human_bytes(r["bytes"])] for r in shown]
+    cells = [
+        [row["file"], _layers_text(row["layers"]), f"{row['tensors']:,}", human_bytes(row["bytes"])] for row in shown
+    ]
     num_unlisted = len(rows) - len(shown)
     more = [f"    and {counted(num_unlisted, 'more file')}, --json lists all"] if num_unlisted else []
     return _table(("file", "layers", "tensors", "bytes"), cells) + more
@@ -170,6 +175,7 @@ def _layers_of_holders(holders: list[Holder]) -> set[tuple[str, int]]:
 
 
 def _layers_text(layers: Sequence[tuple[str, int, int]]) -> str:
+    """Return ranges of layers, given as path, first index and index after the last one, in at most 60 characters."""
     text = format_layer_ranges(layers)
     return text if len(text) <= _MAX_LAYERS_LENGTH else f"{text[: _MAX_LAYERS_LENGTH - 4].rstrip(' ,;')} ..."
 

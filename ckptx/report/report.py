@@ -63,7 +63,8 @@ class Log:
         self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
 
 
-# Metadata of a field that is omitted from the document if it is None.
+# Metadata of a field that is omitted from the document if it is None. A field with metadata `digits` is rounded in the
+# document to this number of decimal places.
 OPTIONAL = {"optional": True}
 
 
@@ -163,7 +164,7 @@ class Report:
 
 
 class Stopwatch:
-    """Measure time from its creation, and the peak memory of child processes that end meanwhile."""
+    """Measure the time since its creation, and the peak memory of child processes that end in this time."""
 
     def __init__(self) -> None:
         self._started, self._peak_of_earlier_children = time.perf_counter(), peak_memory_of_children()
@@ -174,7 +175,7 @@ class Stopwatch:
         speed = written_gb_per_s(report, seconds)
         peak_here, peak_of_child, peak_process = peak_memory(), peak_memory_of_children(), report.peak_rss_of
         peak = report.peak_rss if peak_process == LARGEST_RANK and report.peak_rss else max(peak_here, report.peak_rss)
-        # A child starts with the peak of this process, so a smaller peak is not its own.
+        # The peak of a child begins at that of this process, so only a larger one is known to be memory of the child.
         if peak_of_child > max(peak, peak_here, self._peak_of_earlier_children):
             peak, peak_process = peak_of_child, LARGEST_PROCESS if peak_process == THIS_PROCESS else peak_process
         return replace(report, seconds=seconds, written_gb_per_s=speed, peak_rss=peak, peak_rss_of=peak_process)

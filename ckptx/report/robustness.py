@@ -112,6 +112,7 @@ def faults_text(report: FaultsReport) -> str:
 def _phase_lines(
     report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _NAME_WIDTH
 ) -> list[str]:
+    """Return the line of a phase, with its name padded to `width` characters, and lines for its failures and notes."""
     notes = phase_notes(phase)
     title = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
     skipped = skipped_checks_text(phase)

@@ -46,7 +46,7 @@ from ckptx.report.robustness_phrases import (
 _CSS_CLASSES = {True: "ok", False: "bad", None: "skipped"}
 _STYLES = ("report.css", "robustness.css")
 _MAX_ROWS = 400  # differences and kills listed
-_MAX_RUNS = 8  # drawn in addition to the first
+_MAX_RUNS = 8  # runs drawn in addition to the first
 _MAX_ITEMS = 12  # items listed below a check
 
 

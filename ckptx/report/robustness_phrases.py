@@ -176,9 +176,9 @@ def check_text(row: Mapping[str, Any]) -> str:
 
 
 def _noise_text(row: Mapping[str, Any]) -> str:
-    """Return the noise of which the tolerance of a check is a multiple; empty for a report without it.
+    """Return the noise of which the tolerance of a check is a multiple, as ` 4.77e-07`; empty for a report without it.
 
-    Each comparison of logits has noise of its own.
+    For logits, the text says that the noise is that of these logits, because each comparison measures its own.
     """
     if row.get("noise") is None:
         return ""
@@ -188,12 +188,12 @@ def _noise_text(row: Mapping[str, Any]) -> str:
 def differing_items(report: RobustnessReport, phase: Mapping[str, Any], check: str) -> list[str]:
     """Return items of a check that differ, with ranks and values: `a on rank 1: expected x, got y`.
 
-    If `differing` of the report has none of them, their names alone, from the entry of the check.
+    If `differing` of the report has none of them, return their names alone, which the entry of the check lists.
     """
     rows_by_item: dict[tuple[str, object], list[Mapping[str, Any]]] = {}
     for row in report.differing:
         if is_in_phase(row, phase) and row.get("check") == check:
-            # ranks of one item are listed together; faults of one kill have no rank and differ in their value
+            # Ranks of one item are listed together. Entries without a rank are listed each with its own value.
             value = row.get("actual") if row.get("rank") is None else None
             rows_by_item.setdefault((str(row["item"]), value), []).append(row)
     if not rows_by_item:
@@ -205,7 +205,7 @@ def differing_items(report: RobustnessReport, phase: Mapping[str, Any], check: s
 def check_cause(report: RobustnessReport, phase: Mapping[str, Any], check: str) -> str | None:
     """Return the meaning and possible causes of a failing check; None if they are unknown.
 
-    For param groups, it names the settings that differ.
+    For the check of param groups, the text names the settings that differ.
     """
     if check != "param groups":
         return CAUSES.get(check)
@@ -218,7 +218,7 @@ def check_cause(report: RobustnessReport, phase: Mapping[str, Any], check: str) 
 
 
 def is_in_phase(row: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
-    """Return True if an entry of `differing` belongs to a phase, which it gives by number or name."""
+    """Return True if an entry of `differing`, whose `phase` is a number or a name, belongs to a phase."""
     return row.get("phase") in (phase["name"], phase.get("number", phase["name"]))
 
 
@@ -303,7 +303,7 @@ def memory_failures(phase: Mapping[str, Any]) -> list[str]:
 
 
 def kills_text(kills: Sequence[Mapping[str, Any]]) -> str:
-    """Return the number of kills, and after how many of them the directory of steps was as it should be."""
+    """Return the number of kills, and after how many of them the last complete step could be loaded."""
     num_valid = sum(1 for row in kills if row["ok"])
     cases = "each time" if num_valid == len(kills) else f"after {num_valid:,} of them"
     return f"{counted(len(kills), 'time')}; the last complete step could be loaded {cases}"

@@ -63,6 +63,7 @@ def _object_schema(document_class: type[Any]) -> dict[str, Any]:
     if issubclass(document_class, Report):
         properties |= {"schema_version": {"const": SCHEMA_VERSION}, "ok": {"type": "boolean"}}
         required = ["schema_version", "ok"]
+    # `by_rank` is not in the document itself, see `InspectionReport.to_dict`.
     for each in (each for each in fields(document_class) if each.name != "by_rank"):
         types[each.name].pop("default", None)  # a document has all fields, except optional ones
         properties[each.name] = {**types[each.name], "description": descriptions[each.name]}

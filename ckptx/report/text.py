@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a command imports only the report that it returns
 
 T = TypeVar("T")
 
-_MAX_ROWS = 20
-_MAX_ALIAS_NAMES = 4  # names of one tensor
+_MAX_ROWS = 20  # rows of a list that are printed
+_MAX_ALIAS_NAMES = 4  # names of one tensor that are printed
 _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 # Action of a tie -> how its names are stored.
 _TIE_RESULTS = {
@@ -240,6 +240,7 @@ def _rank_text(row: Mapping[str, Any]) -> str:
 
 def _rule_text(rule: str) -> str:
     """Return the origin of a TP rule in words: `the model's plan (transformers 5.23.0)`."""
+    # "model plan (transformers 5.23.0)" -> "the model's plan (transformers 5.23.0)"
     return f"the model's {rule[6:]}" if rule.startswith("model plan") else _RULE_NAMES.get(rule, rule)
 
 
@@ -389,8 +390,8 @@ def _difference_lines(rows: Sequence[dict[str, Any]], sides: tuple[str, str]) ->
     """Return one line per tensor that differs, at most 20.
 
     Args:
-        rows: Entries for the differences, with a value for each side.
-        sides: Names of the sides, for example `("A", "B")`.
+        rows: Entries of `differing`, with a value for each of the two checkpoints.
+        sides: Names of the two checkpoints in the lines, for example `("A", "B")`.
     """
     lines = []
     for row in rows[:_MAX_ROWS]:

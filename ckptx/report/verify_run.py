@@ -136,7 +136,7 @@ def _level_text(level: str) -> str:
 
 
 def _inconclusive_lines(report: RunReport) -> list[str]:
-    """Return a line for each level with inconclusive results: they are no larger than their tolerance."""
+    """Return a line for each level with inconclusive results, whose tolerance exceeds the values that are compared."""
     lines = []
     forward, gradients = ([row for row in report.inconclusive if row["level"] == level] for level in _LEVELS[2:])
     if forward:
