@@ -53,8 +53,8 @@ class QuantizedTensor:
         scale: Tensor of scales, also in `companions`.
         companions: Suffix as in `Scheme` -> tensor of scales or zero points, or of the stored shape; all of them are
             merged into the decoded weight.
-        shape: Shape of the codes, with the last dim in codes instead of stored elements; that of the decoded weight
-            unless decoding exchanges its last two dims.
+        shape: Shape of the weight in codes, not in stored elements and without a dim for groups; that of the decoded
+            weight unless decoding exchanges its last two dims.
         granularity: Unit that has one scale: the tensor, or each matrix, row, column, group or block of elements.
         block: Rows and columns of this unit; the last group of a row and the last blocks may be smaller.
     """

@@ -1,4 +1,4 @@
-"""Sharded tensor as a grid of bytes: rows of equal width, and the cell of each block (shard on one rank) in them.
+"""Sharded tensor as a grid of bytes: rows of equal width, and the cell of each block (region on one rank) in them.
 
     tensor (4, 6) sharded on dim 1 over two ranks   rows 4, width 6 * itemsize
     +-----+-----+                                   cell of block 0: rows 0:4, bytes 0 : 3 * itemsize

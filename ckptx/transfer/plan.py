@@ -1,8 +1,9 @@
 """Copy plan: the tensors to copy, and the files and offsets they go to.
 
-A block is the shard of a target tensor on one rank, contiguous in its file. In formats that store each block as a torch
-archive, it has a frame: the bytes of the archive before and after the elements. Files with blocks of the same tensors
-are written together, as a file group, so that each byte of the source is read only once:
+A block is a region of a target tensor that one rank stores, contiguous in its file; the whole tensor if it is not
+sharded. In formats that store each block as a torch archive, it has a frame: the bytes of the archive before and after
+the elements. Files with blocks of the same tensors are written together, as a file group, so that each byte of the
+source is read only once:
 
     source          file group of one stage, tp 2       a copy step copies one tensor into the
     +-------+       rank 0      rank 1                  files of a group; a step range is what one
