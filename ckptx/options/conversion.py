@@ -46,7 +46,11 @@ TIED = Option(
     OUTPUT_CHECKPOINT,
 )
 OPTIMIZER = Option("Keep or drop optimizer and other training state.", OUTPUT_CHECKPOINT, default="keep")
-PREFIX = Option("Prefix to add to every tensor name.", OUTPUT_CHECKPOINT, default="not set")
+PREFIX = Option(
+    "Prefix to add to every tensor name; not if SRC is a training checkpoint, whose names are kept.",
+    OUTPUT_CHECKPOINT,
+    default="not set",
+)
 FILES = Option(
     "Number of .distcp files (per rank if sharded).",
     OUTPUT_CHECKPOINT,
@@ -407,7 +411,13 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
             default="keep in a DCP, drop in sharded safetensors",
         ),
     ] = None
-    prefix: Annotated[str, PREFIX._replace(help="Prefix to add to every tensor name (--to dcp only).")] = ""
+    prefix: Annotated[
+        str,
+        PREFIX._replace(
+            help="Prefix to add to every tensor name (--to dcp only); not if SRC is a training checkpoint, whose names "
+            "are kept."
+        ),
+    ] = ""
     files: Annotated[
         int | None, FILES._replace(help="Number of .distcp files, per rank if sharded (--to dcp only).")
     ] = None
