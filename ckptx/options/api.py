@@ -124,11 +124,29 @@ def make_options(tables: Sequence[type[Options]], selector: str, arguments: Mapp
                 setting = settings_of(other).get(name)
                 if setting is not None and settings_of(other)[selector].is_switch:
                     raise UsageError(f"{setting.flag} requires {settings_of(other)[selector].flag}")
-            raise ArgumentTypeError(str(unknown_option_error(table.command, [table], name)))
+            raise _unknown_argument_error(table, name)
     for name, setting in settings_of(table).items():
         if setting.is_required and name not in arguments:
             raise ArgumentTypeError(f"{name}: None must be {setting.accepted_types[1]}")
     return table(**arguments)
+
+
+def _unknown_argument_error(table: type[Options], name: str) -> ArgumentTypeError:
+    """Return the error for a keyword argument that no field has; a flag with this name determines the advice."""
+    flag = f"--{name.replace('_', '-')}"
+    for setting in settings_of(table).values():
+        if setting.option is None:
+            continue
+        value = None
+        if flag == setting.option.off_flag:
+            value = f"{setting.name}=False"
+        elif flag in setting.option.shorthands:
+            value = f"{setting.name}={setting.option.shorthands[flag]!r}"
+        elif flag in setting.flags:
+            value = setting.name
+        if value is not None:
+            return ArgumentTypeError(f"{table.command} does not take {name}; use {value}, which is {flag}")
+    return ArgumentTypeError(str(unknown_option_error(table.command, [table], name)))
 
 
 def _resolve_aliases(tables: Sequence[type[Options]], arguments: Mapping[str, Any]) -> dict[str, Any]:
