@@ -194,7 +194,7 @@ def _with_layout(
     if mesh_note is not None:
         log.note(mesh_note)
     model_names = {entry.name: name for name, entry in view.tensors.items()}
-    layout = layout_by_rank(catalog, {name: model_names.get(name, name) for name in names}, dims)
+    layout = layout_by_rank(catalog, {name: model_names.get(name) for name in names}, dims)
     if ranks:
         report = replace(report, by_rank=layout_report(layout), ranks=rank_rows(layout))
     if html is not None:

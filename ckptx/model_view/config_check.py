@@ -99,7 +99,6 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
 
     Raises:
         ReadError: The storage failed.
-        InputError: A tie flag in the config is not a boolean.
     """
     if view.disk_architecture is None or view.config is None:
         return None
@@ -107,6 +106,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     try:
         with name_config_in_errors(view.catalog) if is_own_config else nullcontext():
             match = match_config(view)
+            missing = _missing_untied_tensors(view)
     except ReadError:
         raise
     except CkptxError as error:
@@ -115,7 +115,7 @@ def match_config_with_notes(view: ModelView, notes: list[str]) -> dict[str, Any]
     root = view.catalog.location
     class_name = view.disk_architecture.class_name
     notes += [f"{root}: {note}" for note in match.extra_notes(class_name, are_written=False)]
-    notes += [f"{root}: {problem}" for problem in _missing_untied_tensors(view)]
+    notes += [f"{root}: {problem}" for problem in missing]
     if match.mismatches:
         notes.append(match.summary(str(root)))
     return match.to_dict()

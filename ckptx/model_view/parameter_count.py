@@ -12,6 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Region, full_region
 from ckptx.errors import InputError, ReadError, UnsupportedError
+from ckptx.formats.hf.hf_metadata import name_config_in_errors
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.recorded_ties import recorded_ties
 from ckptx.model_view.view import ModelView
@@ -59,7 +60,9 @@ def count_parameters(view: ModelView, files: SourceFiles | None = None) -> Param
         InputError: A tie flag in the config is not a boolean.
         ReadError: The storage failed.
     """
-    ties = list(_declared_ties(view))
+    is_own_config = view.config is view.catalog.config
+    with name_config_in_errors(view.catalog) if is_own_config else nullcontext():
+        ties = list(_declared_ties(view))
     if not has_known_ties(view):
         ties += [*_recorded_ties(view), *_possible_ties(view)]
     representatives = _representatives(ties)
@@ -141,12 +144,12 @@ def _recorded_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
 def _possible_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
     """Yield the names of matrices of equal dtype and shape that may be the embedding and head of a model.
 
-    They are outside of layers, so that their names have no index. If more than `_MAX_POSSIBLE_TIES` have equal dtype
-    and shape, these are not yielded.
+    They are outside of layers: their names have no index, and no component "layers", which a tensor of Megatron with
+    the values of all layers has. If more than `_MAX_POSSIBLE_TIES` have equal dtype and shape, these are not yielded.
     """
     by_header: dict[object, list[str]] = {}
     for name, entry in view.tensors.items():
-        if len(entry.shape) == 2 and entry.numel and pattern_of(name) == name:
+        if len(entry.shape) == 2 and entry.numel and pattern_of(name) == name and "layers" not in name.split("."):
             by_header.setdefault((entry.dtype, entry.shape), []).append(name)
     for names in by_header.values():
         if 1 < len(names) <= _MAX_POSSIBLE_TIES:

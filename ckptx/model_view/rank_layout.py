@@ -267,13 +267,13 @@ def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[Pa
     return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
 
 
-def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDims | None) -> Layout:
+def layout_by_rank(catalog: Catalog, names: Mapping[str, str | None], dims: ParallelDims | None) -> Layout:
     """Add up the tensors and bytes of each rank or file.
 
     Args:
         catalog: Checkpoint.
         names: Tensors to include: stored name -> name in the model, without the prefixes of a trainer, from which the
-            layer is read.
+            layer is read; None for other tensors, such as optimizer state, which are in no layer.
         dims: Mesh of the manifest; None if unknown.
     """
     holders, holder_of = _make_holders(catalog, dims)
@@ -294,6 +294,8 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str], dims: ParallelDim
         if location not in locations:  # a name that shares the bytes of another adds none
             locations.add(location)
             total.distinct_count += 1
+        if layer_name is None:
+            continue
         layer = layer_of(layer_name)
         if layer is not None:
             total.layers.add(layer)

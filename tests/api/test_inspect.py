@@ -78,6 +78,16 @@ def test_ranks_say_what_reshard_said(cut: Path, tmp_path: Path) -> None:
         assert {tuple(row["layers"]) for row in report.ranks[4:]} == {(("model.layers", 1, 2),)}
 
 
+def test_optimizer_state_adds_no_layers(tmp_path: Path) -> None:
+    weights = llama()
+    state = {f"optimizer.state.{name}.exp_avg": each for name, each in weights.items()}
+    write_dcp(tmp_path / "step", weights | state)
+    report = ckptx.inspect(tmp_path / "step", ranks=True)
+    (row,) = report.by_rank.by_file or report.ranks
+    assert {path for path, *_ in row["layers"]} == {"model.layers"}
+    assert row["tensors"] == 2 * len(weights)
+
+
 def test_bytes_of_ranks_are_those_stock_torch_reads(cut: Path) -> None:
     from tests.support.sharded_files import rank_of, read_dcp_regions
 

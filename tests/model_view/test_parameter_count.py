@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ckptx
-from tests.support.checkpoint_writers import Value, value, write_dcp
+from ckptx.errors import InputError
+from tests.support.checkpoint_writers import LLAMA, Value, llama, value, write_dcp, write_hf
 from tests.support.tied_remote_model import CONFIG, EMBEDDING, HEAD, tensors
 
 COUNT = sum(math.prod(shape) for _, shape, _ in tensors().values())
@@ -41,3 +42,23 @@ def test_copies_of_equal_bytes_count_once(
     converted = ckptx.convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf", **base)
     assert converted.parameters == count == ckptx.verify(tmp_path / "dcp", tmp_path / "hf").parameters
     assert ckptx.inspect(tmp_path / "hf").parameters == count
+
+
+def test_equal_norms_of_megatron_layers_are_not_tied(tmp_path: Path) -> None:
+    """Megatron stacks the layers of a model, and the norms of a new model are all ones."""
+    ones = ("F32", (3, 8), bytes.fromhex("0000803f") * 24)
+    norms = {
+        "decoder.layers.input_layernorm.weight": ones,
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": ones,
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": ones,
+    }
+    report = ckptx.inspect(write_dcp(tmp_path / "dcp", norms))
+    assert (report.parameters, report.tied_groups) == (3 * 24, [])
+
+
+def test_an_invalid_tie_flag_names_the_directory_of_its_config(tmp_path: Path) -> None:
+    config = {**LLAMA, "tie_word_embeddings": "yes"}
+    write_hf(tmp_path / "hf", llama(), config=config)
+    with pytest.raises(InputError) as caught:
+        ckptx.inspect(tmp_path / "hf")
+    assert str(tmp_path / "hf") in str(caught.value) and 'tie_word_embeddings is "yes"' in str(caught.value)
