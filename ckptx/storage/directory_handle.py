@@ -44,8 +44,10 @@ def split_name(name: str) -> tuple[str, ...]:
     except UnicodeEncodeError:
         is_valid = False
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
-    if not parts or not is_valid or name[0] == "/" or name[-1] == "/" or ".." in parts:
+    if name[:1] == "/" or ".." in parts:
         raise InputError(f'file name "{one_line(name)}" leads out of the output directory; refused')
+    if not parts or not is_valid or name[-1] == "/":
+        raise InputError(f'file name "{one_line(name)}" is not a valid name for an output file; refused')
     return parts
 
 
@@ -57,10 +59,10 @@ def refuse_conflicting_names(names: Iterable[str]) -> None:
     """
     names = list(names)
     for name in names:
-        split_name(name)
         fault = find_name_fault(name)
         if fault is not None:
             raise InputError(f'file name "{one_line(name)}" is not allowed in an output: {fault}; rename it')
+        split_name(name)
     conflict = find_conflicting_name(names)
     if conflict is not None:
         raise InputError(

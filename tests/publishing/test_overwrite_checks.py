@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ckptx
-from ckptx.errors import CkptxError, OutputError
+from ckptx.errors import CkptxError, InputError, OutputError
 from ckptx.publishing import output_checks, staging
 from ckptx.publishing.overwrite_checks import is_known_name
 from ckptx.storage.directory_handle import refuse_conflicting_names, split_name
@@ -380,3 +380,21 @@ def test_names_clash_exactly_when_they_cannot_all_be_files(names: list[str]) -> 
         assert possible
     except CkptxError:
         assert not possible
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("", "it is empty"),
+        ("a/", "it has an empty component"),
+        ("a\0b", "it contains control characters"),
+        ("\ud800", "it is not Unicode"),
+        ("../a", "it leads out of the directory"),
+        ("/a", "it is not a relative path"),
+    ],
+)
+def test_a_name_that_is_no_file_name_is_refused_with_the_reason(name: str, fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
+        refuse_conflicting_names(["ok", name])
+    with pytest.raises(InputError, match=r"leads out of|not a valid name" if name else "not a valid name"):
+        split_name(name)
