@@ -38,7 +38,8 @@ _STYLES = ("report.css", "forecast.css")
 _AXIS_NOTE = (
     "The height is the highest memory within a part of the step. Parts are shown in order, not by their duration; "
     "backward passes are shaded. In short "
-    "labels, F is forward, B backward, C gradient clipping and O the optimizer step."
+    "labels, I stands for the inputs of the step, F for forward, B for backward, C for gradient clipping and O for the "
+    "optimizer step."
 )
 # Kind of memory -> number of its color in report.css, from the bottom of the plot to its top, longest-lived first.
 _COLOR_BY_KIND = {

@@ -82,7 +82,7 @@ class Plot:
     @property
     def grid(self) -> str:
         """Return the SVG path of the grid lines."""
-        return "".join(f"M0 {tick.y:.1f}H{WIDTH}" for tick in self.ticks)
+        return "".join(f"M0 {tick.y:.1f}H{self.width}" for tick in self.ticks)
 
 
 class RunCurve(NamedTuple):

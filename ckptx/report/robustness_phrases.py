@@ -18,7 +18,7 @@ CAUSES: Mapping[str, str] = {
     "readable": "a finished checkpoint cannot be read: damaged, truncated, or moved into place before it was complete",
     "sharded": "parameters are not sharded as the recipe expects; the trainer may have run unsharded without an error",
     "finite": "the state or a loss contains NaN or infinity; saved checkpoints may already contain it",
-    "names": "tensors are missing, unexpected, or named after a wrapper; or a head is tied on one side only",
+    "names": "tensors are missing, unexpected, or named after a wrapper; or a head is tied in only one of the two",
     "model": "parameters or buffers differ; possible causes: weights of another step, swapped rows or shards, a cast",
     "second model": "a second copy of the model, such as an EMA, differs; possible cause: it was not restored",
     "moments": "optimizer state differs; possible causes: not restored, loaded for other parameters, or cast",

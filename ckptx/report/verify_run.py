@@ -46,7 +46,10 @@ def run_text(report: RunReport) -> str:
     if report.reference_parts > 1:
         lines.append(f"reference  run in {report.reference_parts} parts, one after another")
     for key, (configured, used) in report.attention_windows.items():
-        lines.append(f"{key} {configured:,} reduced to {used:,} on both sides, so that the sequence exceeds it")
+        lines.append(
+            f"{key} {configured:,} reduced to {used:,} for the checkpoint and the reference, so that the sequence "
+            "exceeds it"
+        )
     if report.checkpointed_layers:
         lines.append(f"activation checkpointing of {counted(report.checkpointed_layers, 'layer')}")
     lines += _gathered_lines(report)

@@ -397,8 +397,8 @@ class StepRangeCopier:
             frame = sharding.frames[index]
             if frame is not None:
                 tail = frame.build_tail(join_parts(split_tensor.blocks[index]).crc)
-                self._target_file(name).write(tail, offset + len(frame.head) + sharding.block_nbytes[index])
                 self._on_write(len(tail))
+                self._target_file(name).write(tail, offset + len(frame.head) + sharding.block_nbytes[index])
         self._context.digests[step.target.name] = tree_digest(
             split_tensor.leaves[index] for index in sorted(split_tensor.leaves)
         ).hex()

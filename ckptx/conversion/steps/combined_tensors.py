@@ -143,7 +143,7 @@ def _refuse_changed_copies(target: TargetTensors, made: MegatronTensors, files: 
         if difference is not None:
             raise UnsupportedError(
                 f'tensors "{original}" and "{name}": {difference}, but Megatron has one tensor for both; copy the '
-                "first over the second if the MTP layer shall use it, or convert with convert to-dcp or convert to-hf"
+                "first over the second if the MTP layer should use it, or convert with convert to-dcp or convert to-hf"
             )
 
 

@@ -199,7 +199,7 @@ def _sharding_notes(sharded_model: ShardedModel, architecture: Architecture | No
         )
     elif sharded_model.unaligned:
         notes.append(
-            f"not aligned: --tp {sharded_model.dims.tp} cuts through heads, groups or fused parts of "
+            f"not aligned: --tp {sharded_model.dims.tp} splits heads, groups or fused parts of "
             f"{counted(len(sharded_model.unaligned), 'tensor')} ({first_of(sharded_model.unaligned)}); loaders that "
             "assemble whole tensors read the output, but no model can run on these shards; choose another --tp, or "
             "pass rules for these tensors with --tp-plan"
