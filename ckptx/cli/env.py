@@ -14,9 +14,9 @@ from ckptx.report.environment import installed_version
 from ckptx.report.report import Log
 from ckptx.version import __version__
 
-# Oldest and newest versions that the test suite runs with.
+# Versions that the test suite was run with; the first is the oldest that is supported.
 _TESTED_VERSIONS = {
-    "torch": "2.11.0 and 2.13.0",
+    "torch": "2.11.0, 2.13.0 and 2.14.1",
     "transformers": "5.17.0 and 5.23.0",
     "safetensors": "0.8.0",
     "huggingface-hub": "1.5.0 and 2.4.0",

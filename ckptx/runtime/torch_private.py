@@ -3,7 +3,7 @@
     classes and functions   imported from here, see `_NAMES`
     attributes of objects   read by one function each, such as `local_tensor`
 
-Checked with torch 2.11.0 and 2.13.0. A name is looked up when it is first used. With a torch that lacks it, commands
+Checked with torch 2.11.0, 2.13.0 and 2.14.1. A name is looked up when it is first used. With a torch that lacks it, commands
 that use it fail with an `EnvironmentProblem` that states the name and the version of torch; all others work.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptx.errors import EnvironmentProblem
 
-_TESTED_VERSIONS = ("2.11", "2.13")
+_TESTED_VERSIONS = ("2.11", "2.14")
 _FAKE = "torch._subclasses.fake_tensor"
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _BACKWARD = "torch.distributed.pipelining._backward"

@@ -57,4 +57,4 @@ def test_the_documents_list_the_tested_versions() -> None:
             each[name] for name in ("torch", "transformers", "click", "huggingface-hub", "numpy", "safetensors")
         } <= words
         assert set(_TESTED_VERSIONS) == {"torch", "transformers", "click", "huggingface-hub", "numpy", "safetensors"}
-        assert all(each[name] in said.split(" and ") for name, said in _TESTED_VERSIONS.items())
+        assert all(each[name] in re.split(", | and ", said) for name, said in _TESTED_VERSIONS.items())
