@@ -4,10 +4,11 @@
 
 The output depends only on the transformers version and the corrections. Arguments restrict the run to the files of
 these model types, or to those of the model types of these classes; without arguments, files of model types that no
-longer exist are removed. A class that needs its real config.json (its defaults cannot be built, or `shared_ties` finds
-no rule for its ties between numbered layers) gets a row with the reason; `ckptx.architecture.lookup` builds such a
-class when a checkpoint has it. The tensor names of a row are those of the default config and of its variants
-(`config_variants`). The shapes in the files stay as they are: `build_shapes` writes them.
+longer exist are removed. A class that needs its real config.json (it cannot be built from the default config, or
+`shared_ties` finds no rule for its ties between numbered layers) gets a row with the reason;
+`ckptx.architecture.lookup` builds such a class when a checkpoint has it. The tensor names of a row are those of the
+default config and of its variants (`config_variants`). The shapes in the files stay as they are: `build_shapes` writes
+them.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def derive_row(class_name: str) -> ClassRecord:
         except Exception:  # any error of the class means the next seed, or a row without names
             continue
     if known is None:
-        return ClassRecord(class_name, model_type, "its defaults cannot be built", None)
+        return ClassRecord(class_name, model_type, "cannot be built from the default config", None)
     shared = None
     if any(map(is_numbered, known.ties)):
         found = derive_shared_layers(cls, builder, known)

@@ -51,7 +51,7 @@ class ClassRecord:
         """Return the architecture of the class under this ``config.json``.
 
         The ties between layers are added if the record has a rule for them; else the structure is that of the text
-        model of the config if the record has one for its model type. No class has both. `covers` tells whether the
+        model of the config if the record has one for its model type. No class has both. `covers` states whether the
         record is valid for the sub-models of the config; this method does not check it.
 
         Returns:

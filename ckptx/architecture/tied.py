@@ -58,7 +58,7 @@ class TieDecision:
         stored_name: For ``alias``, the name on disk with the data, possibly a third name of the same tie; else None.
         declared: True if the config ties the pair. An undeclared alias (``--tie-missing``) must be stored under both
             names in a HF checkpoint, because no loader would tie it.
-        evidence: Phrase for the report: what is stored, and what the config says about the pair.
+        evidence: Phrase for the report: what is stored, and what the config states about the pair.
     """
 
     target: str

@@ -284,7 +284,7 @@ def test_rows(
 
 def test_a_row_says_so_and_why() -> None:
     found = decision("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.weight", (12, 36), GPT2)
-    assert found.decided_by == "override" and "a Conv1D of [q|k|v]" in found.reason
+    assert found.decided_by == "override" and "Conv1D with fused [q|k|v]" in found.reason
 
 
 def test_heads_that_do_not_divide_are_told() -> None:

@@ -84,7 +84,7 @@ def default_model(class_name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     for seed in seeds:
         try:
             return meta_model.build_on_meta(cls, meta_model.default_config_builder(cls)(copy.deepcopy(seed))), seed
-        except Exception:  # the class's own defaults cannot be built
+        except Exception:  # the class cannot be built from its default config
             continue
     raise AssertionError(class_name)
 

@@ -1,1 +1,1 @@
-"""Inputs for a model from its config alone: text, images and sounds."""
+"""Inputs for a model from its config alone: text, images and audio."""

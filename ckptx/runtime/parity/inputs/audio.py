@@ -1,9 +1,9 @@
-"""One sound per sequence, in the smallest form that the config of a class allows: a function for each form.
+"""One audio input per sequence, in the smallest form that the config of a class allows: a function for each form.
 
 The section `inputs` in `architecture/corrections/<model_type>.json` names the form and the settings of a class. Shapes,
 masks and the number of tokens are those that the processors and towers of transformers 5.17 to 5.23 agree on. If a
-tower requires a window of fixed length (Whisper's 30 seconds), the sound is at its beginning and the mask marks it;
-towers without a mask process the whole window.
+tower requires a window of fixed length (Whisper's 30 seconds), the valid frames are at its beginning, and the mask
+marks them; towers without a mask process the whole window.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckptx.runtime.parity.inputs.multimodal import TEXT_LENGTH, Batch, Multimoda
 
 Config = Mapping[str, Any]
 # Both take a config, a batch size, a generator, and `InputCorrection.settings`.
-SoundForm = Callable[..., MultimodalInput | None]
+AudioForm = Callable[..., MultimodalInput | None]
 EncoderForm = Callable[..., Batch]
 
-_TOKENS = 4  # length of a sound in tokens, unless the class fixes it
+_TOKENS = 4  # length of an audio input in tokens, unless the class fixes it
 
 
 def _make_insert(config: Config, count: int, tensors: Batch, begin: str = "", end: str = "") -> MultimodalInput:
@@ -37,7 +37,7 @@ def _make_mask(batch_size: int, total: int, valid: int) -> torch.Tensor:
 
 
 def _halve(length: int, times: int) -> int:
-    """Return the length after convolutions of stride 2 with padding that keeps the first frame."""
+    """Return the length after stride-2 convolutions with padding that keeps the first frame."""
     for _ in range(times):
         length = (length + 1) // 2
     return length
@@ -46,14 +46,14 @@ def _halve(length: int, times: int) -> int:
 def _window(
     config: Config, batch_size: int, generator: torch.Generator, mask: str, begin: str = "", end: str = ""
 ) -> MultimodalInput:
-    """Make a full window of mels, and a mask of the valid frames: Whisper's encoder followed by a pooling.
+    """Make a full window of mel features and a mask of the valid frames, for a Whisper encoder followed by pooling.
 
     Four frames become one token.
 
     Args:
         config: Config of the class.
         batch_size: Batch size.
-        generator: Generator of the mels.
+        generator: Generator of the mel features.
         mask: Name of the argument for the mask.
         begin: Config key of the token before the placeholders; empty for none.
         end: Config key of the token after the placeholders; empty for none.
@@ -69,7 +69,7 @@ def _window(
 
 
 def _whole_window(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make a full window of mels without a mask; `intermediate_size` features of the encoder make a token."""
+    """Make a full window of mel features without a mask; `intermediate_size` features of the encoder make a token."""
     audio = config["audio_config"]
     positions = int(audio["max_source_positions"])
     features = make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), 2 * positions)
@@ -78,7 +78,7 @@ def _whole_window(config: Config, batch_size: int, generator: torch.Generator) -
 
 
 def _added_to_text(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make sound that is added to every token of the text, and so has no token of its own."""
+    """Make audio features that are added to every text token, so that there are no audio tokens."""
     audio = config["audio_config"]
     frames = 2 * int(config["downsample_factor"]) * TEXT_LENGTH
     features = make_random_tensor(generator, batch_size, int(audio["num_mel_bins"]), frames)
@@ -108,7 +108,7 @@ def _one_window(config: Config, batch_size: int, generator: torch.Generator) -> 
 
 
 def _masked_chunk(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make one chunk of an encoder with three convolutions of stride 2: eight frames become one token."""
+    """Make one chunk of an encoder with three stride-2 convolutions: eight frames become one token."""
     audio = config["audio_config"]
     total = 2 * int(audio["n_window"])
     valid = min(8 * _TOKENS, total)
@@ -120,9 +120,9 @@ def _masked_chunk(config: Config, batch_size: int, generator: torch.Generator) -
 
 
 def _chunk(config: Config, batch_size: int, generator: torch.Generator, convolutions: int) -> MultimodalInput:
-    """Make at most one chunk of an encoder with this many convolutions of stride 2.
+    """Make at most one chunk of an encoder with this many stride-2 convolutions.
 
-    A pooling counts as one of them: it halves the length in the same way if it pools whole pairs.
+    A pooling layer counts as one of them: it halves an even length in the same way.
     """
     audio = config["audio_config"]
     frames = min(2**convolutions * _TOKENS, 2 * int(audio["n_window"]))
@@ -134,7 +134,7 @@ def _chunk(config: Config, batch_size: int, generator: torch.Generator, convolut
 
 
 def _two_convolutions(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Make mels for two convolutions that halve them; the projection after them fits this number of mels only."""
+    """Make mel features for two stride-2 convolutions; the projection after them fits only this number of mel bins."""
     audio = config["audio_config"]
     if audio is None:
         return None
@@ -160,7 +160,7 @@ def _frames(config: Config, batch_size: int, generator: torch.Generator) -> Mult
 
 
 def _filled(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make a sound that the class pads to a fixed number of tokens, however short it is."""
+    """Make audio of the smallest size; the class pads audio of any length to a fixed number of tokens."""
     audio, count = config["audio_config"], int(config["audio_soft_tokens_per_image"])
     per_token = prod(int(time) for time, _ in audio["sscp_conv_stride_size"]) * int(audio["conf_reduction_factor"])
     frames = per_token * min(_TOKENS, count)
@@ -172,7 +172,7 @@ def _filled(config: Config, batch_size: int, generator: torch.Generator) -> Mult
 
 
 def _embedded_sizes(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make features for a tower that takes the number of embeddings of each sound, `audio_embed_sizes`."""
+    """Make features for a tower that takes the number of embeddings of each audio input, `audio_embed_sizes`."""
     audio = config["audio_config"]
     frames = int(audio["time_reduction"]) * _TOKENS
     count = ceil(_TOKENS / int(audio["downsample_rate"]))
@@ -185,7 +185,7 @@ def _embedded_sizes(config: Config, batch_size: int, generator: torch.Generator)
 
 
 def _folded_waveform(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make a waveform; every layer of the tower folds several samples into one."""
+    """Make a waveform; every layer of the tower merges several samples into one."""
     samples = prod(int(size) for size in config["audio_config"]["patch_sizes"]) * _TOKENS
     tensors = {
         "input_values": make_random_tensor(generator, batch_size, samples),
@@ -196,7 +196,7 @@ def _folded_waveform(config: Config, batch_size: int, generator: torch.Generator
 
 # Functions by the name that the corrections of a model type use. If the tower of the class is optional, the function
 # returns None for a config without it.
-FORMS: Mapping[str, SoundForm] = {
+FORMS: Mapping[str, AudioForm] = {
     "added_to_text": _added_to_text,
     "chunk": _chunk,
     "embedded_sizes": _embedded_sizes,
@@ -213,7 +213,7 @@ FORMS: Mapping[str, SoundForm] = {
 
 
 def _mel_window(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
-    """Make a full window of mels for an encoder that halves the frames, as Whisper's does."""
+    """Make a full window of mel features for an encoder that halves the number of frames, as Whisper's does."""
     frames = 2 * int(config["max_source_positions"])
     return {"input_features": make_random_tensor(generator, batch_size, int(config["num_mel_bins"]), frames)}
 
@@ -221,7 +221,7 @@ def _mel_window(config: Config, batch_size: int, generator: torch.Generator) -> 
 def _waveform(
     config: Config, batch_size: int, generator: torch.Generator, *, convolutions: Iterable[tuple[int, int]]
 ) -> Batch:
-    """Make a waveform from which unpadded convolutions, (kernel, stride) in order, make `_TOKENS` outputs."""
+    """Make a waveform for which unpadded convolutions, (kernel, stride) in order, return `_TOKENS` outputs."""
     samples = _TOKENS
     for kernel, stride in reversed(list(convolutions)):
         samples = kernel + (samples - 1) * stride
@@ -235,7 +235,7 @@ def _waveform_of_config(config: Config, batch_size: int, generator: torch.Genera
 
 
 def _stacked_mels(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
-    """Make stacked mels, which an adaptor after the encoder folds."""
+    """Make stacked mel features, which an adaptor after the encoder downsamples."""
     frames = int(config["adaptor_stride"]) * _TOKENS
     return {
         "input_features": make_random_tensor(generator, batch_size, frames, int(config["feature_projection_input_dim"]))
@@ -243,14 +243,14 @@ def _stacked_mels(config: Config, batch_size: int, generator: torch.Generator) -
 
 
 def _framed_waveform(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
-    """Make a waveform in frames of some milliseconds, which two convolutions follow."""
+    """Make a waveform split into frames of `frame_ms` milliseconds, for an encoder with two convolutions."""
     audio = config["encoder_config"]
     frame = round(int(audio["sample_rate"]) * float(audio["frame_ms"]) / 1000)
     return {"input_values": make_random_tensor(generator, batch_size, frame * 4 * _TOKENS)}
 
 
 def _mels(config: Config, batch_size: int, generator: torch.Generator) -> Batch:
-    """Make mels for an encoder whose convolutions of stride 2 leave `_TOKENS` outputs."""
+    """Make mel features for an encoder whose stride-2 convolutions leave `_TOKENS` outputs."""
     frames = 2 ** int(config["num_conv_layers"]) * _TOKENS
     width = int(config["input_feat_per_channel"]) * int(config["input_channels"])
     return {"input_features": make_random_tensor(generator, batch_size, frames, width)}

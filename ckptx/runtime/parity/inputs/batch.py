@@ -1,7 +1,7 @@
 """Inputs for a model, from its config only: equal on every machine, so that two models can be compared.
 
 Text is random tokens spread over the vocabulary, including both ends of each shard of a sharded embedding. Vision and
-audio models get one image and one sound per sequence, and their placeholder tokens, in the smallest form that the
+audio models get one image and one audio input per sequence, and their placeholder tokens, in the smallest form that the
 config allows. Of other multimodal models, only the text part is run.
 """
 
@@ -66,13 +66,13 @@ def make_inputs(
     Args:
         config: Config as a mapping, with the defaults of its class.
         batch_size: Batch size.
-        seed: Seed of tokens, pixels and sounds.
+        seed: Seed of tokens, pixels and audio.
         shards: Number of vocabulary shards; the first and last token of each shard, special tokens aside, are in every
             batch.
         min_tokens: Minimum number of text tokens per sequence.
         is_padded: Pad the end of the first sequence, and add an attention mask. Without effect for a batch size of 1;
             an audio encoder-decoder gets no mask.
-        inserts_per_sequence: Number of images, and number of sounds, per sequence, for a model that takes them.
+        inserts_per_sequence: Number of images, and number of audio inputs, per sequence, for a model that takes them.
 
     Raises:
         UnsupportedError: The model has no vocabulary, or one of special tokens only.
@@ -82,7 +82,7 @@ def make_inputs(
     ids = _make_random_tokens(config, batch_size, generator, shards, min_tokens, is_padded)
     rows_by_kind = _find_rows_by_kind(config)
     encoder_row = rows_by_kind.get("encoder_audio")
-    if encoder_row is not None and config.get("is_encoder_decoder"):  # a decoder on its own takes no sound
+    if encoder_row is not None and config.get("is_encoder_decoder"):  # a decoder without its encoder takes no audio
         batch = _make_form(encoder_row, config, batch_size, generator)
         return Inputs(
             {**batch, "decoder_input_ids": ids}, ids.clone(), ("audio",), (), _vocabulary_coverage(config, ids)
@@ -100,12 +100,12 @@ def make_inputs(
 
 
 def make_inserts(config: Mapping[str, Any], batch_size: int, generator: torch.Generator) -> dict[str, MultimodalInput]:
-    """Return one image and one sound per sequence, by kind, as far as the model takes them.
+    """Return one image and one audio input per sequence, by kind, as far as the model takes them.
 
     Args:
         config: Config as a mapping, with the defaults of its class.
         batch_size: Batch size.
-        generator: Generator of pixels and sounds.
+        generator: Generator of pixels and audio.
     """
     rows_by_kind, inserts = _find_rows_by_kind(config), {}
     for name in ("images", "audio"):

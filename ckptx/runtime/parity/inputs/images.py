@@ -29,7 +29,7 @@ from ckptx.runtime.parity.inputs.config_keys import (
 )
 from ckptx.runtime.parity.inputs.multimodal import Batch, MultimodalInput, make_random_tensor
 
-# -------------------------------------------------------------------------------------- images of the tower's only size
+# ------------------------------------------------------------------------------------- images of the tower's fixed size
 
 
 def _fixed_form(count: Callable[[Config, int], int]) -> ImageForm:
@@ -80,7 +80,7 @@ def _count_downsampled(config: Config, side: int) -> int:
 
 
 def _count_halved_twice(config: Config, side: int) -> int:
-    """Return the tokens after two padded convolutions of stride 2, which round up."""
+    """Return the tokens after two padded stride-2 convolutions, which round up."""
     return (-(-side // 4)) ** 2
 
 
@@ -92,7 +92,7 @@ def _make_pooled_image(config: Config, batch_size: int, generator: torch.Generat
 
 
 def _make_image_for_timm(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput | None:
-    """Make an image of 768 pixels, as the processor does: towers of timm have no size in the config."""
+    """Make an image of 768 pixels, as the processor does: timm towers have no image size in the config."""
     if config.get("vision_config") is None:
         return None
     token, count = find_image_token(config), int(config["vision_soft_tokens_per_image"])
@@ -101,7 +101,7 @@ def _make_image_for_timm(config: Config, batch_size: int, generator: torch.Gener
 
 
 def _make_prompt(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make a prompt without an answer: all tokens, those of the image included, have type 0 and see each other."""
+    """Make a prompt without an answer: all tokens, including image tokens, have type 0 and attend to each other."""
     return _fixed_form(_count_every_patch)(config, batch_size, generator)._replace(token_types=("token_type_ids", 0))
 
 
@@ -189,7 +189,7 @@ def _make_downsampled_image(config: Config, batch_size: int, generator: torch.Ge
 
 
 def _make_folded_image(config: Config, batch_size: int, generator: torch.Generator) -> MultimodalInput:
-    """Make an image for interpolated positions; two convolutions of stride 2 make a token of four patches per side."""
+    """Make an image for interpolated positions; two stride-2 convolutions make a token of four patches per side."""
     token, size = find_image_token(config), first_size(config["vision_config"]["patch_size"]) * 4 * IMAGE_HEIGHT
     return MultimodalInput(
         [token] * IMAGE_HEIGHT**2,

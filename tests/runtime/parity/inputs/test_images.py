@@ -202,8 +202,8 @@ def test_what_json_makes_of_a_config_gives_the_same_image(model_type: str) -> No
         assert torch.equal(make_inputs(read).batch[name], tensor), name
 
 
-def test_a_tower_of_other_make_behind_llava() -> None:
-    """Pixtral takes images of any size and wants to be told; SigLIP has no class token to drop or keep."""
+def test_llava_with_other_vision_towers() -> None:
+    """Pixtral takes images of any size with their sizes; SigLIP has no class token."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     config = config_of(looking("llava"))
