@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.shapes import expected_shapes, states_layer_count
 from ckptx.architecture.trainer_naming.detect import find_buffers, find_trainer_conversions, with_trainer_names
-from ckptx.errors import InputError
+from ckptx.errors import InputError, UsageError
 from ckptx.mapping.models import KnownNames, Models, find_models
 from ckptx.mapping.names import UnwrappedNames, assign_roles, pattern_of, strip_wrappers, without_wrappers
 from ckptx.mapping.ops import Conversion
@@ -49,6 +49,7 @@ def find_model_names(
 
     Raises:
         InputError: No name has the prefix, or the config lacks a number that a conversion of a trainer needs.
+        UsageError: The names of the class begin with the end of the prefix themselves.
         UnsupportedError: The names are those of a trainer that cannot hold this model; see `find_trainer_conversions`.
     """
     architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
@@ -57,6 +58,8 @@ def find_model_names(
     if prefix is not None and not any(name.startswith(prefix) for name in unwrapped.names.values()):
         prefix = without_wrappers(prefix)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
+    if prefix and prefix.endswith(".") and architecture is not None:
+        _refuse_prefix_of_class(prefix, roles.model, architecture)
     models = find_models(roles, known, is_user_prefix=prefix is not None)
     if disk_architecture is None or not trainer_conversions:
         return ModelNames(unwrapped, models, architecture, trainer_conversions)
@@ -65,6 +68,34 @@ def find_model_names(
     model = {name: full for name, full in models.roles.model.items() if name not in buffers}
     models = models._replace(roles=models.roles._replace(model=model, other=[*models.roles.other, *full_names]))
     return ModelNames(unwrapped, models, architecture, trainer_conversions, full_names)
+
+
+def _refuse_prefix_of_class(prefix: str, names: Collection[str], architecture: Architecture) -> None:
+    """Refuse a prefix that ends with components which the names of the class have themselves.
+
+    Without them, the names would be those of another class, and a head outside of them would be lost.
+
+    Args:
+        prefix: Prefix that the user passed.
+        names: Names of the model without it.
+        architecture: Architecture under the names of the checkpoint.
+
+    Raises:
+        UsageError: It does.
+    """
+    patterns = {pattern_of(name) for name in names}
+    known_count = len(patterns & architecture.name_patterns)
+    components = prefix.split(".")[:-1]
+    for first in range(len(components)):
+        own = ".".join(components[first:]) + "."
+        own_count = sum(own + pattern in architecture.name_patterns for pattern in patterns)
+        if own_count > known_count and 2 * own_count > len(patterns):
+            shorter = prefix.removesuffix(own)
+            advice = f'pass --source-prefix "{shorter}"' if shorter else "leave out --source-prefix"
+            raise UsageError(
+                f'--source-prefix "{prefix}": the names of {architecture.class_name} begin with "{own}" themselves; '
+                f"{advice}"
+            )
 
 
 def apply_trainer_naming(

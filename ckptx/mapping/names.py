@@ -36,6 +36,7 @@ _TRAINER_ROOTS = frozenset(
         "rng_states", "loops", "callbacks", "step", "epoch", "iteration", "trainer", "scaler", "ema_optimizer",
     }
 )  # fmt: skip
+_EMA_COUNTER = "n_averaged"  # buffer of torch.optim.swa_utils.AveragedModel
 # Components of a prefix of gradients, and of optimizer state or master weights (`optim_0`, `fp32_params`).
 _GRADIENTS = frozenset({"grad", "grads", "gradients", "main_grad"})
 _OPTIMIZER_COMPONENT = re.compile(r"(optimi[sz]ers?|optim|opt)(_?(states?|state_dict|\d+))?|(master|main|fp32)_params?")
@@ -242,7 +243,7 @@ def is_optimizer(name: str) -> bool:
 
 def is_trainer_state(name: str) -> bool:
     """Return True for the name of a scheduler, counter, data loader, RNG, gradient scaler or other trainer state."""
-    return _has_root(name, _TRAINER_ROOTS)
+    return _has_root(name, _TRAINER_ROOTS) or name.rpartition(".")[2] == _EMA_COUNTER
 
 
 def _has_root(name: str, roots: frozenset[str]) -> bool:

@@ -3,8 +3,8 @@
     classes and functions   imported from here, see `_NAMES`
     attributes of objects   read by one function each, such as `local_tensor`
 
-Checked with torch 2.11.0, 2.13.0 and 2.14.1. A name is looked up when it is first used. With a torch that lacks it, commands
-that use it fail with an `EnvironmentProblem` that states the name and the version of torch; all others work.
+Checked with torch 2.11.0, 2.13.0 and 2.14.1. A name is looked up when it is first used. With a torch that lacks it,
+commands that use it fail with an `EnvironmentProblem` that states the name and the version of torch; all others work.
 """
 
 from __future__ import annotations
