@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckptx.errors import CkptxError, InputError, UnsupportedError, UsageError
 from ckptx.options.commands import COMMANDS, GROUPS, Command, commands_by_name, tables_of, unknown_option_error
-from ckptx.options.option import Setting, settings_of
+from ckptx.options.option import Options, Setting, settings_of
 
 _CONFIG_FILE, _PROJECT_FILE, _PROJECT_TABLE = "ckptx.toml", "pyproject.toml", "tool.ckptx"
 _PROJECT_KEY = re.compile(rb"ckptx[\"']?\s*[.=\]]")  # `[tool.ckptx]`, `ckptx = {...}`; not a dependency "ckptx>=0.1"
@@ -40,11 +40,13 @@ class Default(NamedTuple):
         setting: Option.
         value: Value for the field of the table.
         origin: File and key, or environment variable.
+        precedence: Index of the source, then of the scope in it; a default with a higher one takes precedence.
     """
 
     setting: Setting
     value: Any
     origin: str
+    precedence: tuple[int, int]
 
 
 class _DefaultEntry(NamedTuple):
@@ -72,12 +74,13 @@ def read_defaults(command_name: str) -> dict[str, Default]:
     """
     command = commands_by_name()[command_name]
     group, defaults = command_name.rpartition(" ")[0], {}
-    for entries in _read_sources():
-        for scopes in (("",), (group,) if group else (), _names_of(command_name, command)):
+    for source_index, entries in enumerate(_read_sources()):
+        for scope_index, scopes in enumerate((("",), (group,) if group else (), _names_of(command_name, command))):
             for entry in entries:
                 setting = _find_setting(command, entry.name) if entry.scope in scopes else None
                 if setting is not None:
-                    defaults[setting.name] = Default(setting, _checked_value(command, setting, entry), entry.origin)
+                    value = _checked_value(command, setting, entry)
+                    defaults[setting.name] = Default(setting, value, entry.origin, (source_index, scope_index))
     return defaults
 
 
@@ -85,14 +88,16 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
     """Return the defaults that apply to a call.
 
     A default is ignored if its option is given, if the table that the call selects does not have its option, if an
-    option that it requires is not set, or if an option that it cannot be combined with is set.
+    option that it requires is not set, or if an option that it cannot be combined with is set on the command line, or
+    by a default that takes precedence.
 
     Args:
         command_name: Name of the command.
         arguments: Options of the call by name.
 
     Raises:
-        UsageError: A file or an environment variable has an unknown key or a value that is not allowed.
+        UsageError: A file or an environment variable has an unknown key or a value that is not allowed, or two defaults
+            of one source cannot be combined.
         UnsupportedError: The value of a path is a URL.
     """
     applicable = {name: each for name, each in read_defaults(command_name).items() if name not in arguments}
@@ -107,6 +112,7 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
     applicable = {
         name: each for name, each in applicable.items() if name in output_options or name in settings_of(table)
     }
+    _remove_excluded(applicable, table, arguments)
     while True:
         values = {**{name: each.value for name, each in applicable.items()}, **arguments}
         inapplicable = [name for name in applicable if name not in output_options and table.conflict(name, values)]
@@ -114,6 +120,42 @@ def applicable_defaults(command_name: str, arguments: Mapping[str, Any]) -> dict
             return applicable
         for name in inapplicable:
             del applicable[name]
+
+
+def _remove_excluded(applicable: dict[str, Default], table: type[Options], arguments: Mapping[str, Any]) -> None:
+    """Remove each default that cannot be combined with an option of a source that takes precedence.
+
+    Args:
+        applicable: Defaults by name.
+        table: Table of the call.
+        arguments: Options of the call by name; they take precedence over all defaults.
+
+    Raises:
+        UsageError: Two defaults of one source cannot be combined.
+    """
+    settings = settings_of(table)
+    pairs = [
+        (name, other)
+        for name, setting in settings.items()
+        if setting.option is not None
+        for other in setting.option.excludes
+        if other in settings
+    ]
+    for name, other in [*pairs, *((other, name) for name, other in pairs)]:
+        default, rival = applicable.get(name), applicable.get(other)
+        if default is None or not default.setting.is_set(default.value):
+            continue
+        if other in arguments:
+            if settings[other].is_set(arguments[other]):
+                del applicable[name]
+        elif rival is not None and rival.setting.is_set(rival.value):
+            if rival.precedence == default.precedence:
+                raise UsageError(
+                    f"{default.origin}: {default.setting.flag} cannot be combined with {rival.setting.flag} "
+                    f"({rival.origin}); leave out one of them"
+                )
+            if rival.precedence > default.precedence:
+                del applicable[name]
 
 
 def all_defaults() -> Iterator[tuple[Default, list[str]]]:

@@ -238,3 +238,50 @@ def test_a_launched_rank_reads_no_defaults(monkeypatch: pytest.MonkeyPatch) -> N
     assert rank.run_rank() == 2
     assert (heard[0].dims.tp, heard[0].strict) == (2, True)
     assert json.loads(Path("report.json").read_text())["error"] == "enough"
+
+
+GPU, MEMORY = 'gpu = "h100"', 'gpu-memory = "1GB"'
+
+
+@pytest.mark.parametrize(
+    ("project", "own", "variables", "arguments", "used"),
+    [
+        (f"[tool.ckptx]\n{GPU}", MEMORY, {}, {}, "gpu_memory"),
+        (f"[tool.ckptx]\n{MEMORY}", GPU, {}, {}, "gpu"),
+        ("", f"{GPU}\n[forecast]\n{MEMORY}", {}, {}, "gpu_memory"),
+        ("", f"{MEMORY}\n[forecast]\n{GPU}", {}, {}, "gpu"),
+        ("", f"[forecast]\n{GPU}", {"CKPTX_GPU_MEMORY": "1GB"}, {}, "gpu_memory"),
+        ("", f"[forecast]\n{MEMORY}", {"CKPTX_GPU": "h100"}, {}, "gpu"),
+        ("", GPU, {}, {"gpu_memory": "1GB"}, None),
+        ("", MEMORY, {}, {"gpu": "h100"}, None),
+        ("", "", {"CKPTX_GPU": "h100"}, {"gpu_memory": "1GB"}, None),
+        ("", "", {"CKPTX_GPU_MEMORY": "1GB"}, {"gpu": "h100"}, None),
+    ],
+)
+def test_of_two_that_exclude_each_other_the_strongest_source_holds(
+    project: str, own: str, variables: dict[str, str], arguments: dict[str, str], used: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    files(project=project, own=own)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert [*applicable_defaults("forecast", arguments)] == ([] if used is None else [used])
+
+
+@pytest.mark.parametrize(
+    ("own", "variables", "origin"),
+    [
+        (f"{GPU}\n{MEMORY}", {}, "ckptx.toml: gpu-memory"),
+        (f"[forecast]\n{GPU}\n{MEMORY}", {}, "ckptx.toml: forecast.gpu-memory"),
+        ("", {"CKPTX_GPU": "h100", "CKPTX_GPU_MEMORY": "1GB"}, "CKPTX_GPU_MEMORY"),
+    ],
+)
+def test_two_of_one_source_that_exclude_each_other_are_refused(
+    own: str, variables: dict[str, str], origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files(own=own)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{origin}: --gpu-memory cannot be combined with --gpu "):
+        applicable_defaults("forecast", {})
+    assert [*applicable_defaults("forecast", {"gpu_memory": "2GB"})] == []
