@@ -73,8 +73,8 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
     first, second = view_both(
         *opened, prefix=options.source_prefix_or_none, trust_remote_code=options.trust_remote_code
     )
-    for view in (first, second):
-        match_config_with_notes(view, log.notes)
+    matches = [(view.catalog, match_config_with_notes(view, log.notes)) for view in (first, second)]
+    mismatched_configs = [str(found.location) for found, match in matches if match is not None and match["mismatches"]]
     changed_keys = _note_on_configs(*opened, log)
     tensors, parameters = len(first.catalog.tensors), count_parameters(first).count
     with first.catalog.source.open() as files_a, second.catalog.source.open() as files_b:
@@ -115,7 +115,7 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         log.note(*note_on_unknown_ties(a_view, b_view))
     note = _note_on_dtypes(differences, a_common, b_common, ties, dtype)
     log.note(*([note] if note else []))
-    is_inconclusive = any(not_compared.values()) or bool(changed_keys)
+    is_inconclusive = any(not_compared.values()) or bool(changed_keys) or bool(mismatched_configs)
     report = VerifyReport(
         command="verify",
         exit=1 if differences or not pairs or (options.strict and is_inconclusive) else 0,
@@ -130,6 +130,8 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         compared=len(pairs),
         total=len(pairs) + sum(difference["what"] != "content" for difference in differences),
         not_compared=not_compared,
+        config_differences=changed_keys,
+        config_mismatches=mismatched_configs,
         differing=differences,
     )
     return stopwatch.stop(report)

@@ -5,6 +5,7 @@ Headers are read, and samples of tied weights that are stored separately; no oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ckptx.mapping.names import without_wrappers
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.megatron_names import with_common_names
-from ckptx.model_view.parameter_count import count_parameters
+from ckptx.model_view.parameter_count import count_parameters, hold_equal_samples
 from ckptx.model_view.recorded_ties import recorded_ties
 from ckptx.model_view.unknown_class import note_on_unknown_ties, shared_prefix_of_unknown_class
 from ckptx.model_view.view import ModelView, SeveralModelsError, rules_of, view_model_under
@@ -43,7 +44,8 @@ def diff(options: DiffOptions) -> DiffReport:
     objects.
 
     The `exit` of the report is 1 if they differ. A tied name that only one checkpoint stores is not a difference if
-    the other stores the tensor that it is tied to in the same shape and dtype.
+    the other stores the tensor that it is tied to in the same shape and dtype, and if samples of both tensors are equal
+    where the checkpoint with the name stores both.
 
     Raises:
         InputError, UnsupportedError: A checkpoint cannot be opened.
@@ -71,6 +73,9 @@ def diff(options: DiffOptions) -> DiffReport:
         )
         log.note(*note_on_uncompared(view, objects=len(view.catalog.objects)))
     differences = compare_headers(a_common, b_common)
+    tied_tensors, untied = _split_by_samples(_find_one_sided_ties(a_common, b_common), a_view, b_view)
+    differing_names = {difference["name"] for difference in differences}
+    differences += [each for each in untied if each["name"] not in differing_names]
     missing_count = sum(difference["what"] == "missing" for difference in differences)
     log.note(*(note_on_unknown_ties(a_view, b_view) if missing_count else ()))
     total = len(a_common.tensors.keys() | b_common.tensors.keys())
@@ -90,7 +95,7 @@ def diff(options: DiffOptions) -> DiffReport:
             a_view, b_view, objects=len(a_view.catalog.objects) + len(b_view.catalog.objects)
         ),
         differing=differences,
-        tied_tensors=_find_one_sided_ties(a_common, b_common),
+        tied_tensors=tied_tensors,
     )
     return stopwatch.stop(report)
 
@@ -277,6 +282,35 @@ def _find_one_sided_ties(a: ModelView, b: ModelView) -> list[dict[str, str]]:
             if partner is not None:
                 one_sided.append({"name": name, "tied_to": partner, "only_in": str(view.catalog.location)})
     return one_sided
+
+
+def _split_by_samples(
+    rows: Sequence[dict[str, str]], a: ModelView, b: ModelView
+) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    """Split one-sided ties into those of equal tensors, and entries of `differing` for the others.
+
+    A checkpoint that stores a name and the one that it is tied to in the other checkpoint may hold two different
+    tensors; three samples of each are compared. A name that was converted for the comparison is not sampled.
+
+    Args:
+        rows: Result of `_find_one_sided_ties`.
+        a: First checkpoint, with the chunks of its files.
+        b: Second checkpoint.
+
+    Raises:
+        ReadError: The storage failed.
+    """
+    tied, differences = [], []
+    for row in rows:
+        view = next(each for each in (a, b) if str(each.catalog.location) == row["only_in"])
+        names = (row["name"], row["tied_to"])
+        if all(name in view.tensors for name in names) and not hold_equal_samples(view, names):
+            values = [f"tied to {row['tied_to']}", "a separate tensor"]
+            first, second = reversed(values) if view is a else values
+            differences.append({"name": row["name"], "what": "tie", "a": first, "b": second})
+        else:
+            tied.append(row)
+    return tied, differences
 
 
 @dataclass(frozen=True, slots=True)

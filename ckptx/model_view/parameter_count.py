@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -154,6 +154,15 @@ def _possible_ties(view: ModelView) -> Iterator[tuple[str, ...]]:
     for names in by_header.values():
         if 1 < len(names) <= _MAX_POSSIBLE_TIES:
             yield tuple(names)
+
+
+def hold_equal_samples(view: ModelView, names: Sequence[str]) -> bool:
+    """Return True if sampled rows of some tensors of a model are equal, or cannot be read.
+
+    Raises:
+        ReadError: The storage failed.
+    """
+    return len(_group_by_samples(view, list(names), None)) == 1
 
 
 def find_absent_ties(view: ModelView) -> list[list[str]]:

@@ -59,8 +59,8 @@ class StrictOptions(Options):
         bool,
         Option(
             "Also exit 1 if optimizer state or other state could not be compared, for example because only one "
-            "checkpoint has it, or if config.json differs in a key that changes what the model computes; with --run, "
-            "if the result is inconclusive.",
+            "checkpoint has it, if config.json differs in a key that changes what the model computes, or if tensors "
+            "do not match the config of their checkpoint; with --run, if the result is inconclusive.",
             COMPARISON,
         ),
     ] = False

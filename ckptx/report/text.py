@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptx.report.number_formats import (
@@ -16,6 +16,7 @@ from ckptx.report.number_formats import (
     written_text,
 )
 from ckptx.report.report import Report, counted, human_bytes
+from ckptx.untrusted.printable import one_line
 from ckptx.wording import first_of
 
 if TYPE_CHECKING:  # a command imports only the report that it returns
@@ -359,11 +360,22 @@ def verify_text(report: VerifyReport) -> str:
         lines.append(_different_text(report))
     elif report.compared:
         verb = "is" if report.compared == 1 else "are"
-        lines.append(f"INCOMPLETE: {uncompared_text(report.not_compared)} not compared; {compared} {verb} equal")
+        lines.append(f"INCOMPLETE: {'; '.join(_strict_reasons(report))}; {compared} {verb} equal")
     else:
         lines.append("DIFFERENT: neither checkpoint has a tensor to compare")
     lines.append(cost_text(report))
     return "\n".join(lines)
+
+
+def _strict_reasons(report: VerifyReport) -> Iterator[str]:
+    """Yield the reasons for which `verify --strict` exits with 1 although no tensor differs."""
+    uncompared = uncompared_text(report.not_compared)
+    if uncompared:
+        yield f"{uncompared} not compared"
+    if report.config_differences:
+        yield f"config.json differs in {first_of(report.config_differences)}"
+    for path in report.config_mismatches:
+        yield f"{one_line(path)} does not match its config"
 
 
 def verify_verdict(report: VerifyReport) -> str:

@@ -69,11 +69,33 @@ def test_every_difference_is_a_row(tmp_path_factory: pytest.TempPathFactory, fir
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_tied_name_of_one_side_is_no_difference(tmp_path: Path, swapped: bool) -> None:
-    both = write_hf(tmp_path / "both", llama(), config=TIED), write_hf(tmp_path / "one", llama(head=False), config=TIED)
+    equal = {**llama(), HEAD: llama()[EMBED]}
+    both = write_hf(tmp_path / "both", equal, config=TIED), write_hf(tmp_path / "one", llama(head=False), config=TIED)
     report = ckptx.diff(*both[:: -1 if swapped else 1])
     assert report.exit == 0 and report.differing == []
     assert report.tied_tensors == [{"name": HEAD, "tied_to": EMBED, "only_in": str(both[0])}]
     assert report.compared == report.total == 21
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+@pytest.mark.parametrize("config", [TIED, LLAMA])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_head_of_its_own_differs_from_a_tied_one(
+    tmp_path: Path, swapped: bool, config: dict[str, Any], form: str
+) -> None:
+    """Whether its config says so or not, the head has other values than the embedding."""
+    write = write_hf if form == "hf" else write_dcp
+    both = (
+        write(tmp_path / "untied", llama(), config=config),
+        write_hf(tmp_path / "tied", llama(head=False), config=TIED),
+    )
+    report = ckptx.diff(*both[:: -1 if swapped else 1])
+    values = ["a separate tensor", f"tied to {EMBED}"][:: -1 if swapped else 1]
+    assert report.differing == [{"name": HEAD, "what": "tie", "a": values[0], "b": values[1]}]
+    assert (report.exit, report.tied_tensors, report.total) == (1, [], 21)
+    text = report.summary()
+    assert f"{HEAD}: tie: {values[0]} in A, {values[1]} in B" in text and "DIFFERENT: 1 of 21 tensors" in text
+    assert ckptx.verify(*both[:: -1 if swapped else 1]).exit == 1
 
 
 def test_a_missing_name_that_is_not_tied_is_a_difference(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ class DiffReport(Report):
         total: Number of tensor names of the model that one or both checkpoints have.
         not_compared: Numbers of what `diff` does not compare, in both checkpoints together: `optimizer` (tensors of
             optimizer state), `other` (other tensors, not of the model), `objects` (pickled objects).
-        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype"), and dtype and shape
-            of both sides, `a` and `b` (null: missing).
+        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "tie"), and the values
+            of both checkpoints, `a` and `b`: dtype and shape (null: missing), or for "tie" whether the name is tied.
         tied_tensors: One entry per name that one checkpoint lacks because it ties it: `name`, `only_in` (path of the
             checkpoint that has it), and `tied_to` (the name in the other checkpoint).
     """
@@ -49,6 +49,9 @@ class VerifyReport(Report):
         not_compared: Numbers of what was not compared, in both checkpoints together: `optimizer` (tensors of optimizer
             state) and `other` (other tensors, not of the model), if only one checkpoint has any, or no name is in both;
             `objects` (pickled objects that only one checkpoint has, or with different bytes, which may be equal).
+        config_differences: Keys of config.json that both checkpoints have with different values, and that change what a
+            model computes.
+        config_mismatches: Paths of the checkpoints whose tensors do not match their config; a note says how.
         differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "content"), and the
             values of both sides, `a` and `b`: dtype and shape (null: missing), or the bytes of the first element that
             differs. For "content" also its `index`, `differing_count` (number of elements that differ; of a tensor
@@ -61,7 +64,10 @@ class VerifyReport(Report):
         if self.error is not None or self.exit > 1:
             return Report.__repr__(self)
         first = "" if not self.differing else f': "{one_line(self.differing[0]["name"])}" ({self.differing[0]["what"]})'
-        verdict = "DIFFERENT" if self.differing else "EQUAL" if self.compared else "NOTHING COMPARED"
+        if self.differing or not self.compared:
+            verdict = "DIFFERENT" if self.differing else "NOTHING COMPARED"
+        else:
+            verdict = "INCOMPLETE" if self.exit else "EQUAL"
         return (
             f"<VerifyReport of verify: exit {self.exit}, {verdict}{first}, {counted(self.compared, 'tensor')} compared>"
         )
@@ -72,4 +78,6 @@ class VerifyReport(Report):
     compared: int
     total: int
     not_compared: Mapping[str, int] = field(default_factory=dict)
+    config_differences: Sequence[str] = ()
+    config_mismatches: Sequence[str] = ()
     differing: Sequence[dict[str, Any]]
