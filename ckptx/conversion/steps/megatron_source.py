@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import SchemeChange
+from ckptx.conversion.steps.recorded_config import check_megatron_config
 from ckptx.conversion.steps.source_model import DroppedState
 from ckptx.errors import UnsupportedError
 from ckptx.model_view.megatron_names import STEP_FILE, MegatronModel, map_megatron_names
@@ -76,12 +77,13 @@ def rename_megatron_source(
         with_optimizer: True if the output keeps optimizer state.
 
     Raises:
-        InputError: See `map_megatron_names`.
+        InputError: See `map_megatron_names` and `check_megatron_config`.
         UnsupportedError: See `map_megatron_names`, or `--optimizer keep`.
     """
     model = None if base.is_none else map_megatron_names(base.source, base.config, files, with_optimizer=with_optimizer)
     if model is None:
         return RenamedSource(base, base.source, files)
+    check_megatron_config(base)
     if options.optimizer == "keep" and not model.has_optimizer:
         raise UnsupportedError(
             f"{base.source.location}: --optimizer keep: has no optimizer state that can be mapped; leave out "

@@ -12,12 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import find_trainer_conversions
-from ckptx.catalog.manifest import Manifest
+from ckptx.architecture.trainer_naming.megatron import head_counts
+from ckptx.catalog.catalog import Catalog
+from ckptx.catalog.manifest import FileRecord, Manifest
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import CkptxError, InputError
+from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
+from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.sidecars import MANIFEST
 from ckptx.mapping.names import pattern_of
 from ckptx.mapping.ops import Conversion, Op
@@ -66,6 +70,66 @@ def check_recorded_config(view: ModelView, base: BaseCheckpoint, named_target: N
         )
     if _config_digest(source_config) == recorded.digest:
         _compare_operations(view, config_path, read_json_object(source_config, _CONFIG))
+
+
+def check_megatron_config(base: BaseCheckpoint) -> None:
+    """Check that the config has the heads of the one that ckptx wrote a Megatron checkpoint with.
+
+    The rows of `linear_qkv` are in groups of heads. Nothing is compared without a manifest that records the config, or
+    if the recorded config is neither next to the tensors nor the one to use.
+
+    Args:
+        base: Source with Megatron's names, and the config to use.
+
+    Raises:
+        InputError: The heads differ, or the config next to the tensors was changed and is the one to use.
+    """
+    recorded = _recorded_megatron_config(base.source)
+    source = config_source(base.sidecar_source)
+    if base.config is None or recorded is None or _config_digest(source) == recorded.digest:
+        return
+    config_path, source_config = source.location / _CONFIG, config_source(base.source)
+    if config_path == source_config.location / _CONFIG:
+        raise InputError(
+            f"{config_path}: differs from the config that {MANIFEST} records, whose numbers of heads set the order of "
+            "rows in linear_qkv; restore it, or pass --base PATH with the config that the tensors were written with"
+        )
+    if _config_digest(source_config) != recorded.digest:
+        return
+    heads, recorded_heads = (_heads_of(each) for each in (base.config, read_json_object(source_config, _CONFIG)))
+    if heads is not None and recorded_heads is not None and heads != recorded_heads:
+        raise InputError(
+            f"{config_path}: has {_describe_heads(heads)}, but the tensors were written with a {_CONFIG} that has "
+            f"{_describe_heads(recorded_heads)}, and the order of rows in linear_qkv depends on them; pass --base PATH "
+            "with the model that they came from"
+        )
+
+
+def _recorded_megatron_config(catalog: Catalog) -> FileRecord | None:
+    """Return the record of the config in the manifest of a `to-megatron` output, which is above its `release/`.
+
+    None without a manifest of these tensors.
+    """
+    source = catalog.source
+    manifest = read_manifest(source.with_location(source.location.parent), [])
+    if manifest is None or not source.listing().is_file(METADATA):
+        return None
+    data, directory = source.read_small(METADATA, MAX_METADATA_BYTES), source.location.name
+    if manifest.files.get(f"{directory}/{METADATA}") != FileRecord(len(data), bytes_digest_hex(data)):
+        return None
+    return manifest.sidecars.get(f"{directory}/{_CONFIG}")
+
+
+def _heads_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return heads, key-value heads and size of a head; None if the config lacks one, as with latent attention."""
+    try:
+        return head_counts(config)
+    except InputError:
+        return None
+
+
+def _describe_heads(heads: tuple[int, int, int]) -> str:
+    return f"{heads[0]} heads and {heads[1]} key-value heads of {heads[2]}"
 
 
 def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> list[str]:
