@@ -26,6 +26,7 @@ from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import OPTIMIZER, PARAMETERS, StorageLedger
 from ckptx.runtime.model.build import allocate_storage, build_model
 from ckptx.runtime.model.layers import canonical_name, layer_groups
+from ckptx.runtime.model.model_errors import translate_runtime_errors
 from ckptx.runtime.parallel.distributed import RankContext
 from ckptx.runtime.parallel.pipeline.boundaries import StageBoundaries
 from ckptx.runtime.parallel.pipeline.plan import GetOutput, MakeBatches, find_and_check_boundaries
@@ -273,7 +274,8 @@ def _run_step(
         _create_optimizer_state(optimizer, names, ledger)
     if rank_model.pipeline_plan is not None:
         rank_model.pipeline = _make_pipeline(rank_model, input_slots, ledger)
-        rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
+        with translate_runtime_errors(rank_model.models[0]):
+            rank_model.pipeline.prepare(make_step_batches(task, inputs)[: rank_model.pipeline_plan.microbatches])
     begin = len(ledger.events)
     ledger.reset_passes()
     op_counter.reset()

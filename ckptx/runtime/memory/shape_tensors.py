@@ -8,8 +8,9 @@ Code that reads a value of a fake tensor (the expert that a router selects) rais
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -98,6 +99,18 @@ _layouts_of_results: dict[Hashable, _ResultLayout] = {}
 _operations_with_small_results: set[Hashable] = set()  # keys of operations on real tensors with a real result
 
 
+@contextmanager
+def _silence_torch_log() -> Iterator[None]:
+    """Keep torch from logging the traceback of each operation whose shapes do not fit; the error is raised anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its base as Any
     """A dispatch mode in which floating-point results have a shape and no memory.
 
@@ -119,6 +132,7 @@ class ShapeTensors(TorchDispatchMode):  # type: ignore[misc]  # torch types its 
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> ShapeTensors:
+        self._exit_stack.enter_context(_silence_torch_log())
         self._exit_stack.enter_context(hide_dtensor_shape_inference())
         self._exit_stack.enter_context(self._fake)
         super().__enter__()

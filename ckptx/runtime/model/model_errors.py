@@ -15,6 +15,7 @@ _CPU_MEMORY_MESSAGE = "can't allocate memory"  # message of the CPU allocator
 _MODEL_PACKAGES = ("transformers", "transformers_modules")
 # Prefixes of modules whose errors are not errors of the model. One from `distributed_c10d` means that a rank is lost.
 _OWN_MODULES = ("ckptx", "torch.distributed.distributed_c10d")
+_OPERATION_MODULE = "ckptx.runtime.memory.shape_tensors"
 
 
 def model_class_name(model: nn.Module) -> str:
@@ -79,11 +80,12 @@ def _is_raised_by_a_model(trace: TracebackType | None) -> bool:
     """Return True if transformers or custom code of a checkpoint raised an error, or a library that such code called.
 
     Errors of ckptx and of lost ranks do not count, even if the model called the code that raised them, as it calls
-    hooks.
+    hooks. A forecast computes the operations of the model in `_OPERATION_MODULE`, which passes on their errors.
     """
-    is_of_model = False
+    is_of_model, name = False, ""
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        is_of_model = name.partition(".")[0] in _MODEL_PACKAGES or (is_of_model and not name.startswith(_OWN_MODULES))
+        is_own = name.startswith(_OWN_MODULES) and name != _OPERATION_MODULE
+        is_of_model = name.partition(".")[0] in _MODEL_PACKAGES or (is_of_model and not is_own)
         trace = trace.tb_next
-    return is_of_model
+    return is_of_model and name != _OPERATION_MODULE

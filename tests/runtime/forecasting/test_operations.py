@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 
+from ckptx.errors import UnsupportedError
 from ckptx.options.forecast import ForecastOptions
 from ckptx.processes.fork import run_in_child
 from ckptx.runtime.forecasting.counting import OpCounter, sum_op_counts
@@ -22,6 +23,7 @@ from ckptx.runtime.forecasting.task import ForecastTask, task_from_options
 from ckptx.runtime.forecasting.timeline import classify_storage
 from ckptx.runtime.memory.shape_tensors import ShapeTensors
 from ckptx.runtime.memory.storage_ledger import KINDS, OPTIMIZER, PARAMETERS, PIPELINE_P2P, StepPhase, StorageLedger
+from ckptx.runtime.model.model_errors import translate_runtime_errors
 from tests.support.measured_steps import SEQ, forecast_in_this_process, task_of, write_config
 
 _LARGE = (1024, 2048)
@@ -270,3 +272,31 @@ def sent_bytes_of(run: Callable[[torch.Tensor, torch.Tensor], None]) -> dict[str
     with fake_process_group(0, 4), ShapeTensors(record):
         run(torch.empty(100), torch.empty(400))
     return dict(sum_op_counts(counter.op_counts_by_pass.values()).sent_bytes)
+
+
+def mismatched() -> torch.nn.Module:
+    """A module of a model whose code adds shapes that do not fit, as with shards that its code does not expect."""
+    space: dict[str, Any] = {"__name__": "transformers_modules.mine", "torch": torch}
+    exec("class Mismatched(torch.nn.Module):\n    def forward(self, x):\n        return x + torch.ones(3)", space)
+    found: torch.nn.Module = space["Mismatched"]()
+    return found
+
+
+def test_an_operation_that_fails_is_an_error_of_the_model(capfd: pytest.CaptureFixture[str]) -> None:
+    """The mode that computes shapes is between the code of the model and torch, and is not to blame."""
+    model = mismatched()
+    with (
+        pytest.raises(UnsupportedError, match=r"the code of the model failed: RuntimeError: .*32"),
+        translate_runtime_errors(model),
+        ShapeTensors(),
+    ):
+        model(torch.ones(2, 32))
+    assert "Traceback" not in capfd.readouterr().err, "torch logs nothing"
+
+
+def test_a_callback_that_fails_stays_a_defect_of_ckptx() -> None:
+    def fail(*arguments: object) -> None:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"), translate_runtime_errors(mismatched()), ShapeTensors(fail):
+        torch.ones(2) + 1
