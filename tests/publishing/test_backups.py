@@ -1,4 +1,4 @@
-"""`--overwrite` replaces the files of a checkpoint, files that ckptx wrote, and files with an equal copy in a backup."""
+"""`--overwrite` replaces files of a checkpoint, files that ckptx wrote, and files with an equal copy in a backup."""
 
 from __future__ import annotations
 
