@@ -29,7 +29,7 @@ RESULTS = ("killed", "timeout", "survived", "not covered")
 # Modules to mutate in a large package: those that decide whether two values are equal. Other packages: all modules.
 COMPARISON_MODULES = {
     "runtime/parity": (
-        "comparison", "configs", "distances", "divergence", "noise", "run_report", "unreached_parameters",
+        "comparison", "distances", "divergence", "noise", "run_report", "unreached_parameters",
     ),
     "robustness_suite": (
         "causes", "file_contents", "file_noise", "item_names", "item_oracles", "json_values", "losses", "oracles",

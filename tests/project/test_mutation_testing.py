@@ -215,3 +215,10 @@ def test_messages_annotations_and_assertions_are_not_mutated(tmp_path: Path) -> 
 )
 def test_intervals_are_those_of_wilson(successes: int, number: int, low: float, high: float) -> None:
     assert tool("mutants").wilson_interval(successes, number) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_the_modules_that_compare_values_exist() -> None:
+    mutants = tool("mutants")
+    for package in mutants.COMPARISON_MODULES:
+        files = mutants.files_of(package, ROOT / "ckptx")
+        assert [file for file in files if not file.is_file()] == []
