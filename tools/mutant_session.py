@@ -46,7 +46,9 @@ WALL_FACTOR = 10
 MEMORY_BYTES = 8 << 30  # limit of the data segment of a process, as a mutant may allocate without end
 IMPORT_CONTEXT = ""  # coverage context of lines that run on import
 POOL_FIXTURE = "pool"  # fixture of gloo processes, which run the unchanged code
+# pytest rewrites the assertions of plugins, too, of which ckptx is one, and would load their unchanged files.
 PYTEST_OPTIONS = (
+    "--assert=plain",
     *("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-s", "--tb=short", "-m", "not slow"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # hypothesis is imported before pytest starts
 )

@@ -127,6 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in {
         "shop/area/code.py": CODE,
         "tests/area/test_code.py": TESTS,
+        "conftest.py": "import pytest\n\npytest.register_assert_rewrite('shop')\n",  # as pytest does for a plugin
         "pytest.ini": "[pytest]\npythonpath = .\nmarkers = slow\n",
     }.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
