@@ -346,6 +346,20 @@ def test_a_parent_that_was_moved_is_not_published_to(target: Path, tmp_path: Pat
     assert names_in(moved) == []
 
 
+def test_a_parent_that_became_a_loop_of_links_is_not_published_to(target: Path, tmp_path: Path) -> None:
+    parent = target.parent
+    with Staging(target) as staging:
+        staging.begin(b"plan", resume=False)
+        staging.output.write("file", [b"new"])
+        parent.rename(tmp_path / "moved")
+        parent.symlink_to(parent)
+        with pytest.raises(OutputError) as refused:
+            staging.publish()
+        assert str(refused.value) == (f"{parent / STAGING}: cannot be accessed: Too many levels of symbolic links")
+        staging.discard()
+    assert names_in(tmp_path / "moved") == []
+
+
 @pytest.mark.parametrize("name", ["tree", "journal"])
 def test_a_directory_that_replaced_one_of_the_run_is_kept(target: Path, tmp_path: Path, name: str) -> None:
     """It may belong to another user; the rest of the staging directory is removed."""
