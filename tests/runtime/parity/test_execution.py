@@ -265,7 +265,7 @@ def test_nobody_watches_afterwards(error: Exception | None) -> None:
             raise error
 
         model.last.register_forward_pre_hook(fails)
-        with pytest.raises(ValueError, match="^no$"):
+        with pytest.raises(ValueError, match=r"^no$"):
             watched(model)
     else:
         watched(model)
