@@ -62,13 +62,10 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
         if not resolved.is_dir() or not os.listdir(resolved):
             return
     digests = _read_digests(resolved)
-    try:
-        with ExitStack() as stack:
-            directory = stack.enter_context(DirectoryHandle.open_path(resolved))
-            backup_directory = None if backup is None else stack.enter_context(DirectoryHandle.open_path(backup))
-            unrelated = sorted(_iterate_unrelated_files(directory, digests or {}, backup_directory))
-    except OSError as error:
-        raise OutputError(f"{target}: cannot be listed: {error.strerror}; choose another DST") from error
+    with ExitStack() as stack:
+        directory = stack.enter_context(DirectoryHandle.open_path(resolved))
+        backup_directory = None if backup is None else stack.enter_context(DirectoryHandle.open_path(backup))
+        unrelated = sorted(_iterate_unrelated_files(directory, digests or {}, backup_directory))
     if unrelated:
         listed = ", ".join(one_line(name) for name in unrelated[:_MAX_LISTED])
         more = f" and {len(unrelated) - _MAX_LISTED} more" if len(unrelated) > _MAX_LISTED else ""
