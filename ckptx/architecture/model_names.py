@@ -49,15 +49,19 @@ def find_model_names(
 
     Raises:
         InputError: No name has the prefix, or the config lacks a number that a conversion of a trainer needs.
-        UsageError: The names of the class begin with the end of the prefix themselves.
+        UsageError: The prefix ends in the middle of a name, before a dot, or the names of the class begin with the end
+            of the prefix themselves.
         UnsupportedError: The names are those of a trainer that cannot hold this model; see `find_trainer_conversions`.
     """
     architecture, trainer_conversions = apply_trainer_naming(disk_architecture, config, names)
     known = known_names(architecture, config)
     unwrapped = strip_wrappers(names, frozenset() if known is None else known.disk_patterns)
-    if prefix is not None and not any(name.startswith(prefix) for name in unwrapped.names.values()):
+    is_stored = prefix is not None and any(name.startswith(prefix) for name in names)
+    if prefix is not None and is_stored and not any(name.startswith(prefix) for name in unwrapped.names.values()):
         prefix = without_wrappers(prefix)
     roles = assign_roles(unwrapped.names.values(), None if known is None else known.patterns, prefix)
+    if prefix and any(name.startswith(".") for name in roles.model):
+        raise UsageError(f'--source-prefix "{prefix}": the names continue with "."; pass --source-prefix "{prefix}."')
     if prefix and prefix.endswith(".") and architecture is not None:
         _refuse_prefix_of_class(prefix, roles.model, architecture)
     models = find_models(roles, known, is_user_prefix=prefix is not None)

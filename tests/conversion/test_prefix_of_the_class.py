@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 from torch.optim.swa_utils import AveragedModel
 
 import ckptx
-from ckptx.errors import UsageError
+from ckptx.errors import InputError, UsageError
 from tests.support.models import bert, gpt2, gpt_neox, llama, t5
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,3 +92,24 @@ def test_a_tensor_of_that_name_in_an_hf_checkpoint_stays(tmp_path: Path) -> None
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     ckptx.convert("to-hf", tmp_path / "hf", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("key", "prefix", "error", "message"),
+    [
+        ("model", "model", UsageError, 'continue with "."; pass --source-prefix "model."'),
+        ("a.b", "a.b", UsageError, 'continue with "."; pass --source-prefix "a.b."'),
+        ("model", "module.", InputError, 'no tensor name begins with "module."'),
+        ("model", "_orig_mod.", InputError, 'no tensor name begins with "_orig_mod."'),
+        ("model", "ema.module.", InputError, 'no tensor name begins with "ema.module."'),
+    ],
+)
+def test_a_prefix_that_no_model_has_is_refused(
+    key: str, prefix: str, error: type[Exception], message: str, command: str, tmp_path: Path
+) -> None:
+    write_step(tmp_path, llama, key)
+    with pytest.raises(error) as caught:
+        COMMANDS[command](tmp_path / "step", tmp_path / "hf", prefix)
+    assert message in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "step"]
