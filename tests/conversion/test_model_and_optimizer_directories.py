@@ -76,14 +76,7 @@ def test_each_directory_is_written_with_its_names(tmp_path: Path, mesh: dict[str
         assert planner_data(out / directory) == paths | {
             name: tuple(HEAD if each == EMBED else each for each in path) for name, path in added.items()
         }
-        files = {path.name for path in (out / directory).glob("*.distcp")}
-        assert files == {
-            row["name"].split("/")[1] for row in files_of(report, out) if row["name"].startswith(directory)
-        }
+        written = {str(path.relative_to(out)) for path in (out / directory).glob("*.distcp")}
+        assert written == {name for row in report.ranks for name in row["files"] if name.startswith(directory)}
     assert report.ledger["written"] == report.ledger["source"] and report.dropped == []
     assert report.objects == {"count": 3, "is_copied": True}
-
-
-def files_of(report: Any, out: Path) -> list[dict[str, Any]]:
-    """Return the weight files of the ranks in the report."""
-    return [{"name": name} for row in report.ranks for name in row["files"]]
