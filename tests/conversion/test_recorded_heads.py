@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 import ckptx
 from ckptx.errors import InputError
+from tests.conversion.steps import TIED
 from tests.conversion.test_recorded_config import OPS
 from tests.conversion.test_renamed_tensors import CONFIG, both_spellings
-from tests.support.checkpoint_writers import SINGLE, write_hf
+from tests.support.checkpoint_writers import SINGLE, llama, write_hf
 
 QUERY = "layers.*.attention.qkv_linear.wq.weight"
 
@@ -115,3 +116,24 @@ def test_a_base_of_an_unknown_class_is_refused_for_tensors_without_disk_names(tm
         f"{base}/config.json: its class has no disk names (as on the Hub) for tensors of the checkpoint "
         '("model.layers.0.mlp.experts.gate_up_proj" and 1 more); pass --base PATH with the model that they came from'
     )
+
+
+def test_a_base_of_a_class_that_knows_no_tensor_is_refused_as_well(tmp_path: Path) -> None:
+    config, tensors = OPS["merge and concat"]
+    hf = write_hf(tmp_path / "hf", tensors, config=config)
+    ckptx.convert("to-dcp", hf, tmp_path / "made", names="model", allow_config_mismatch=True)
+    base = with_config(hf, tmp_path / "base", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    with pytest.raises(
+        InputError, match=r"its class has no disk names .* \(.*gate_up_proj.* and 1 more\); pass --base"
+    ):
+        ckptx.convert("to-hf", tmp_path / "made", tmp_path / "back", base=base, allow_config_mismatch=True)
+
+
+def test_a_tied_name_that_the_files_lacked_needs_no_disk_name(tmp_path: Path) -> None:
+    hf = write_hf(tmp_path / "hf", llama(head=False), config=TIED)
+    ckptx.convert("to-dcp", hf, tmp_path / "made")
+    base = with_config(hf, tmp_path / "base", architectures=["FooForCausalLM"], model_type="foo")
+    ckptx.convert("to-hf", tmp_path / "made", tmp_path / "back", base=base, allow_config_mismatch=True)
+    found, expected = load_file(tmp_path / "back" / SINGLE), load_file(hf / SINGLE)
+    assert found.keys() - expected.keys() <= {"lm_head.weight"}
+    assert all(found[name].equal(each) for name, each in expected.items())
