@@ -196,3 +196,18 @@ def test_ties_of_several_names_are_one_group(tmp_path: Path) -> None:
             low, high = sorted(("abcd".index(first), "abcd".index(second)))
             is_one = broken is None or not low <= broken < high
             assert (groups.get(first, first) == groups.get(second, second)) is is_one, (broken, order, first, second)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_note_on_files_of_an_unknown_class_advises_its_code(tmp_path: Path, is_known: bool) -> None:
+    write_hf(tmp_path / "hf", llama(head=False), config=TIED)
+    ckptx.convert("to-dcp", tmp_path / "hf", tmp_path / "dcp")
+    unknown = {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
+    (tmp_path / "dcp" / "config.json").write_text(json.dumps({**CONFIG, **({} if is_known else unknown)}))
+    notes = ckptx.convert("to-hf", tmp_path / "dcp", tmp_path / "out").notes
+    advice = (
+        f", because it is unknown whether NobodyForCausalLM ties {HEAD}; to restore the original files, pass "
+        "--trust-remote-code, with the code of the class next to config.json"
+    )
+    (note,) = [note for note in notes if note.startswith(OTHER_TENSORS)]
+    assert note == OTHER_TENSORS[0] + ("" if is_known else advice)
