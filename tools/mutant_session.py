@@ -51,6 +51,7 @@ PYTEST_OPTIONS = (
     "--assert=plain",
     *("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-s", "--tb=short", "-m", "not slow"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # hypothesis is imported before pytest starts
+    "--assert=plain",  # ckptx is a pytest plugin: pytest would rewrite its asserts and import it without the mutant
 )
 
 _PROJECT = os.getcwd()
