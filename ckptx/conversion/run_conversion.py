@@ -148,7 +148,13 @@ def _run_steps(
         output.aliases(view, stored_target, output_name_by_target_name)
     )
     output_name_by_view_name = (
-        {old: output_name_by_target_name[new] for old, new in naming.target_names(view).items()} if keeps_state else {}
+        {
+            old: output_name_by_target_name[new]
+            for old, new in naming.target_names(view).items()
+            if selection.named_target.is_unchanged(new, view)
+        }
+        if keeps_state
+        else {}
     )
 
     def map_source_state() -> TrainingState:

@@ -86,6 +86,17 @@ class NamedTarget:
     notes: tuple[str, ...] = ()
     scheme_change: SchemeChange | None = None
 
+    def is_unchanged(self, name: str, view: ModelView) -> bool:
+        """Return True if a target tensor has the elements of one tensor of the source, in the same order.
+
+        Args:
+            name: Name of a target tensor that is made of one tensor.
+            view: Model in the source; a tensor that is only renamed has the chunks of its entry there.
+        """
+        (old,) = self.naming.sources.get(name, (name,))
+        entry = self.target.source.tensors[self.target.source_names[name]]
+        return entry.chunks is view.tensors[old].chunks or entry.chunks == view.tensors[old].chunks
+
 
 def rename_tensors(
     view: ModelView,
