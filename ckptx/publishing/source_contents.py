@@ -2,8 +2,16 @@
 
 The change time (ctime) of a file changes with its mode, owner or hard links, and also if the file is rewritten in place
 and its modification time set back (`rsync --inplace --times`, `touch -r`). Only the contents distinguish the two cases.
-So files whose change time alone differs (touched files) are read again. Files with another size, modification time or
-inode count as changed without reading them.
+So the contents of files whose change time alone differs (touched files) decide:
+
+    in the source    opened again, for positions and headers; the tensors in touched files are digested again
+    config.json      compared with the config that was used
+    DECISION_FILES   compared with their digest from before the copy
+    other sidecars   accepted unread: they are read once only, when they are copied, after this comparison or (for an
+                     output that is already complete) before it, and their identity is checked then
+    any other        counts as changed without reading it, as a tensor file of the base does
+
+Files with another size, modification time or inode count as changed without reading them, too.
 """
 
 from __future__ import annotations
@@ -17,9 +25,9 @@ from ckptx.errors import CkptxError, StorageFailure
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.registry import open_checkpoint
-from ckptx.publishing.source_state import FileIdentities, header_strings
+from ckptx.publishing.source_state import DECISION_FILES, FileIdentities, digest_small_file, header_strings
 from ckptx.storage.files import changed_error
-from ckptx.storage.interface import SourceFiles, StoredFile, relative_name
+from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile, relative_name
 from ckptx.transfer.digest_sink import digest_tensor
 from ckptx.transfer.plan import CopyPlan
 from ckptx.transfer.stream import TensorReader
@@ -36,7 +44,7 @@ def require_unchanged(
     are_source_decisions_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
-    """Check that the source is unchanged since it was copied.
+    """Check that the source is unchanged since it was copied; the module docstring tells what is compared.
 
     Args:
         identities: Identities of the files of the source and of other checkpoints when they were opened. Those of
@@ -60,11 +68,9 @@ def require_unchanged(
     first = next(iter(touched))
     names = {name for path in touched if (name := relative_name(opened_catalog.root, path)) is not None}
     sidecar_locations = {catalog.root / sidecar.name for catalog in identities.catalogs for sidecar in catalog.sidecars}
-    for path in touched:
+    for path, identity in touched.items():
         is_known = relative_name(opened_catalog.root, path) is not None or path in sidecar_locations
-        if not is_known or (
-            path.name == "config.json" and not _is_config_unchanged(identities.files[path], identities.catalogs)
-        ):
+        if not is_known or not _is_metadata_unchanged(identities, path, identity):
             raise changed_error(path)
     if names and not (_has_same_catalog(opened_catalog) and are_source_decisions_unchanged()):
         raise changed_error(first)
@@ -79,6 +85,23 @@ def require_unchanged(
     if identities.find_touched() != touched:
         raise changed_error(first)
     identities.accept(touched)
+
+
+def _is_metadata_unchanged(identities: FileIdentities, path: Location, identity: FileIdentity) -> bool:
+    """Return False if a touched config.json or one of `DECISION_FILES` has other contents; True for other files.
+
+    Args:
+        identities: Identities of the files.
+        path: Location of the touched file.
+        identity: Its current identity.
+    """
+    file = identities.files[path]
+    if path.name == "config.json":
+        return _is_config_unchanged(file, identities.catalogs)
+    if path.name in DECISION_FILES:
+        digest = identities.decision_digests.get(path)
+        return digest is not None and digest_small_file(file, identity) == digest
+    return True
 
 
 def _is_config_unchanged(config: StoredFile, catalogs: tuple[Catalog, ...]) -> bool:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import LazyChunks
+from ckptx.errors import CkptxError
+from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE
+from ckptx.formats.hf.hf_metadata import DTYPE_MAPPING, FILE_MAPPING
+from ckptx.formats.sidecars import MANIFEST, QUANTIZATION_FILES
 from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Location, SourceFiles, StoredFile
-from ckptx.transfer.digest import leaf_digest, tree_digest
+from ckptx.transfer.digest import bytes_digest_hex, leaf_digest, tree_digest
+from ckptx.untrusted.limits import MAX_MANIFEST_BYTES
+
+# Small files whose contents determine names, dtypes, files or values of the output, and are not in `Catalog`.
+DECISION_FILES = frozenset(
+    {MANIFEST, FILE_MAPPING, DTYPE_MAPPING, COMMON_FILE, BACKEND_FILE, "modules.json"} | QUANTIZATION_FILES
+)
 
 # Number of samples of tensor data, and their size in bytes, that ranks compare before they begin, spread evenly over
 # the files: enough to distinguish two steps of a training run, and fast to read.
@@ -27,11 +37,14 @@ class FileIdentities:
         catalogs: The checkpoints; the first is the source.
         files: The files, by location.
         by_location: Identity of each of these files when its checkpoint was opened, or when `accept` was called.
+        decision_digests: Digest in hex of the contents that each of `DECISION_FILES` had with that identity; a file
+            that had changed before they were read, or could not be read, has none.
     """
 
     catalogs: tuple[Catalog, ...]
     files: Mapping[Location, StoredFile]
     by_location: dict[Location, FileIdentity]
+    decision_digests: Mapping[Location, str] = field(default_factory=dict)
 
     @property
     def source(self) -> Catalog:
@@ -97,13 +110,27 @@ class FileIdentities:
 
 
 def collect_identities(source: Catalog, *others: Catalog) -> FileIdentities:
-    """Return the identities that the catalogs recorded when they were opened."""
+    """Return the identities that the catalogs recorded when they were opened; reads `DECISION_FILES`."""
     catalogs = (source, *others)
     files = {
         catalog.root / name: StoredFile(catalog.source, name) for catalog in catalogs for name in catalog.identities
     }
     recorded = {catalog.root / name: identity for catalog in catalogs for name, identity in catalog.identities.items()}
-    return FileIdentities(catalogs, files, recorded)
+    digests = {
+        location: digest
+        for location, identity in recorded.items()
+        if location.name in DECISION_FILES and (digest := digest_small_file(files[location], identity)) is not None
+    }
+    return FileIdentities(catalogs, files, recorded, digests)
+
+
+def digest_small_file(file: StoredFile, identity: FileIdentity) -> str | None:
+    """Return the digest in hex of the contents of a file; None if it cannot be read, or has another identity."""
+    try:
+        digest = bytes_digest_hex(file.source.read_small(file.name, MAX_MANIFEST_BYTES))
+        return digest if file.source.read_identities((file.name,)).get(file.name) == identity else None
+    except CkptxError:
+        return None
 
 
 def describe_source(source: Catalog, files: SourceFiles, *values: str) -> dict[str, str]:

@@ -389,3 +389,53 @@ def test_nothing_is_read_twice_where_nobody_touched_the_source(tmp_path: Path, m
     monkeypatch.setattr(source_contents, "digest_tensor", lambda *given: pytest.fail("read once more"))
     make("dcp of hf", source, tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
+
+
+def _dcp_with_recorded_dtypes(root: Path) -> tuple[Path, str, str]:
+    """A DCP of NeMo AutoModel, the file with the dtypes of its model, and what that may be rewritten with."""
+    write_dcp(root, TENSORS, files=2)
+    metadata = root / ".hf_metadata"
+    metadata.mkdir()
+    (metadata / "config.json").write_text(json.dumps(CONFIG))
+    name = ".hf_metadata/fqn_to_dtype_mapping.json"
+    (root / name).write_text(json.dumps(dict.fromkeys(TENSORS, "BF16")))
+    return root, name, json.dumps(dict.fromkeys(TENSORS, "F16"))
+
+
+def _dcp_with_a_manifest(root: Path) -> tuple[Path, str, str]:
+    """A DCP that ckptx wrote, its manifest, and the same with other names of the original files."""
+    ckptx.convert("hf2dcp", write(root.with_name("hf"), "hf", TENSORS), root)
+    text = (root / "ckptx.json").read_text()
+    return root, "ckptx.json", text.replace("-of-00002", "-of-00003").replace("model-00002-", "model-00003-")
+
+
+@pytest.mark.parametrize("how", ["rewritten in place with its time", *HARMLESS])
+@pytest.mark.parametrize("prepare", [_dcp_with_recorded_dtypes, _dcp_with_a_manifest])
+def test_a_file_that_decides_what_is_written_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], tuple[Path, str, str]], how: str
+) -> None:
+    """Neither file is copied, so that only its digest tells whether the source still has the contents that were used.
+
+    A change of the mode or of the links alone is no reason to refuse it.
+    """
+    (tmp_path / "in").mkdir()
+    source, name, text = prepare(tmp_path / "in" / "source")
+    data = text.encode().ljust((source / name).stat().st_size)
+    options = {"dtype": "base"} if "dtype" in name else {}
+    ckptx.convert("dcp2hf", source, tmp_path / "fresh", **options)
+    real = publish_module.execute
+
+    def executed(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named)
+        time.sleep(0.01)  # a change time of its own, see above
+        HOW[how](source / name, data)
+        return result
+
+    monkeypatch.setattr(publish_module, "execute", executed)
+    if how not in HARMLESS:
+        with pytest.raises(InputError, match=f"{Path(name).name}: changed while it was being read"):
+            ckptx.convert("dcp2hf", source, tmp_path / "out" / "made", **options)
+        assert names_in(tmp_path / "out") == []
+        return
+    ckptx.convert("dcp2hf", source, tmp_path / "out" / "made", **options)
+    assert tree_bytes(tmp_path / "out" / "made") == tree_bytes(tmp_path / "fresh")
