@@ -459,9 +459,20 @@ def test_a_base_with_other_names(tmp_path: Path) -> None:
             tensors |= scheme.coder.make(f"model.layers.{layer}.mlp.experts.{name}", shape, rng).parts
     base = write_quantized(tmp_path / "base", tensors, scheme, model.config)
     ckptx.convert("to-dcp", base, tmp_path / "step", dequantize=True)
-    refused(
-        tmp_path / "step", base, tmp_path / "out", InputError, 'experts.gate_up_proj", which is quantized in .*, but'
+    message = (
+        'experts.gate_up_proj", which is quantized in .*, but has ".*" instead, .*; pass a base in which each expert'
     )
+    refused(tmp_path / "step", base, tmp_path / "out", InputError, message)
+
+
+def test_a_base_with_another_name(tmp_path: Path) -> None:
+    """Names that differ in anything but experts give no advice on experts."""
+    coder = Fp8(block=(32, 32))
+    a, b = (coder.make(f"{name}.weight", (64, 96), rng_of(name)) for name in "ab")
+    base = write_quantized(tmp_path / "base", {**a.parts, **b.parts}, PublishedScheme(coder, fp8_config((32, 32))))
+    step = write_dcp(tmp_path / "step", {"a.weight": a.stored_truth(), "c.weight": b.stored_truth()})
+    message = 'has no "b.weight", .*, but has "c.weight" instead, .*; pass the base that the model was trained from$'
+    refused(step, base, tmp_path / "out", InputError, message)
 
 
 def test_a_part_of_the_model(tmp_path: Path) -> None:

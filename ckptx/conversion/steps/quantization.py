@@ -82,7 +82,7 @@ def quantize_target(
 
     Args:
         named_target: Target tensors in floating point, under the names of the base.
-        base: Base with the quantized weights.
+        base: Source and base, see `BaseCheckpoint`; the base has the quantized weights.
         files: Files of the source.
         base_files: Files of the base; None without `--quantize`.
 
@@ -116,11 +116,12 @@ def quantize_target(
         )
     other_names = [name for name in target.tensors if name not in by_name and name not in catalog.tensors]
     if missing and other_names:
+        advice = "pass the base that the model was trained from"
+        if "experts" in missing[0]:
+            advice = "pass a base in which each expert is a separate tensor, as on the Hub"
         raise InputError(
-            f'{base.source.location}: has no "{missing[0]}", which is quantized in {catalog.location}, but '
-            f'"{other_names[0]}", '
-            "which is not in it, so their names differ; pass a base in which each expert is a separate tensor, as on "
-            "the Hub"
+            f'{base.source.location}: has no "{missing[0]}", which is quantized in {catalog.location}, but has '
+            f'"{other_names[0]}" instead, which is not in it, so their names differ; {advice}'
         )
     contents = BaseContents(base_files)
     tensors: dict[str, TensorEntry] = {}
