@@ -27,7 +27,8 @@ _SMALL_BYTES = 64 * _MIB  # a model of at most this size is used unchanged
 _TARGET_BYTES = 256 * _MIB  # maximum size of the small model in the first round of attempts
 _MAX_BYTES = 512 * _MIB  # maximum size in the second round
 
-# From narrow to less narrow: a class may require a width that the first attempts reduce.
+# A class may require a width that the first attempts reduce. So the later ones keep the widths of heads, their numbers,
+# and finally both and the residual stream. A shortened vocabulary makes a model smaller if the whole one is too large.
 _ATTEMPTS = (
     ShrinkPolicy(),
     ShrinkPolicy(shorten_vocabulary=True),
@@ -42,6 +43,7 @@ _AUDIO_KEYS = ("num_mel_bins", "max_source_positions")  # height of a spectrogra
 _FIRST_TEXT_TOKEN = 3  # in most vocabularies the ids before it are padding, begin and end of a sequence
 _SEED = 0
 _STD = 0.3  # standard deviation of random weights
+_WAYS_OUT = "leave out --pp or, in the recipe, shrunk: true"
 
 # The index of an expert in a name: structures are equal even if their numbers of experts differ.
 _EXPERT = re.compile(r"(?<=experts)\.(expert_)?\d+(?=\.|$)")
@@ -81,8 +83,8 @@ def tiny_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrai
 def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     """Return the model of `tiny_config` in float32 on the CPU; equal configs give equal random weights.
 
-    Every floating-point or complex parameter and persistent buffer is random, so that a missing norm or bias is
-    noticed. Other buffers are computed by the class.
+    Every floating-point or complex parameter and persistent buffer is random, so that results differ if pipeline stages
+    leave out a norm or bias (its initial values may change nothing). Other buffers are computed by the class.
 
     Args:
         config: Config of a model of any size.
@@ -125,8 +127,8 @@ def _find_config(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> tuple[
                 failure = _describe(error)
             failures.append(f"with {policy}: {failure}")
     raise UnsupportedError(
-        f"{cls.__name__}: cannot build a small model with the same layers, which pipeline stages require; "
-        f"first attempt {failures[0]}; last attempt {failures[-1]}"
+        f"{cls.__name__}: cannot build a small model with the same layers, which --pp and recipes with shrunk: true "
+        f"require; first attempt {failures[0]}; last attempt {failures[-1]}; {_WAYS_OUT}"
     )
 
 
@@ -242,8 +244,8 @@ def _check_input(cls: type[PreTrainedModel], config: Any) -> None:
     takes_audio = config.is_encoder_decoder and cls.main_input_name == "input_features" and mel_bins and length
     if not takes_audio and not _takes_input_ids(cls):
         raise UnsupportedError(
-            f"{cls.__name__}: its input is {cls.main_input_name}; pipeline stages require a text model or an audio "
-            "encoder-decoder; leave out --pp"
+            f"{cls.__name__}: its input is {cls.main_input_name}; --pp and recipes with shrunk: true require a text "
+            f"model or an audio encoder-decoder; {_WAYS_OUT}"
         )
 
 

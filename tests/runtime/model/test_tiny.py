@@ -309,7 +309,8 @@ def test_a_config_that_cannot_be_is_refused_by_name() -> None:
 def test_a_model_that_does_not_read_is_refused_by_name() -> None:
     config = transformers.ViTConfig(num_hidden_layers=48)
     with pytest.raises(
-        UnsupportedError, match=r"^ViTModel: its input is pixel_values; pipeline stages require a text model"
+        UnsupportedError,
+        match=r"^ViTModel: its input is pixel_values; --pp and recipes with shrunk: true require a text model",
     ):
         tiny_config(config, transformers.ViTModel)
 
