@@ -52,7 +52,8 @@ class Schedule:
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
         """Return the fraction (0 to 1) of a step in which a rank is idle, if all stages take the same time.
 
-        The zero-bubble schedules fill most of this with gradients of weights: for them it is an upper bound.
+        Sending counts as taking no time. The zero-bubble schedules fill most of this with gradients of weights: for
+        them it is an upper bound.
 
         Args:
             pp: Number of pipeline ranks.
@@ -123,7 +124,7 @@ def check_schedule(
         schedule: The schedule.
         pp: Number of pipeline ranks.
         microbatches: Microbatches per step and data-parallel rank.
-        data_parallel: Number of data-parallel ranks, over which FSDP2 shards.
+        data_parallel: Number of data-parallel ranks, dp_shard x dp_replicate.
         activation_checkpointing: Mode of activation checkpointing.
         sequence_parallel: True if the sequence is sharded.
 
@@ -149,7 +150,7 @@ def check_schedule(
     if sequence_parallel:
         raise UnsupportedError(
             f"{option}: cannot be combined with sequence parallelism, as stages send whole activations; leave out "
-            "sequence parallelism"
+            "sequence_parallel=True of find_plan"
         )
     stage_count = pp * schedule.stages_per_rank
     if schedule.name == "1F1B" and microbatches < stage_count:

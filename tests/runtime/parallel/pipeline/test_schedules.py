@@ -175,7 +175,7 @@ def test_sequence_parallel_is_refused(name: str) -> None:
         check_schedule(SCHEDULES[name], **PLAIN | {"sequence_parallel": True})
     assert str(caught.value) == (
         f"--schedule {name}: cannot be combined with sequence parallelism, as stages send whole activations; "
-        "leave out sequence parallelism"
+        "leave out sequence_parallel=True of find_plan"
     )
 
 
