@@ -65,7 +65,10 @@ def search_verdict(report: SearchReport) -> str:
 
 
 def layout_options(row: Mapping[str, Any]) -> str:
-    """Return the options of `forecast` for a layout of the search."""
+    """Return the options of `forecast` for a layout of the search.
+
+    `--schedule` is not among them: the search runs 1F1B, the default of `forecast`, or the schedule of a recipe.
+    """
     sizes = {"--tp": "tp", "--pp": "pp", "--dp-shard": "dp_shard", "--dp-replicate": "dp_replicate"}
     options = [f"{option} {row['layout'][axis]}" for option, axis in sizes.items() if row["layout"][axis] > 1]
     options.append(

@@ -78,8 +78,9 @@ class Report:
         exit: Exit code; `ok` is true if it is 0.
         error: Error message on one line; null if there is none.
         tensors: Number of tensor names in the checkpoint that was written or read; for a comparison, in the reference.
-        bytes_read: Bytes of tensor data read.
-        bytes_written: Bytes of all files written: weights, index, config and other files, manifest.
+        bytes_read: Bytes of tensor data read; for a dry run, those to be read (with `--quantize`, a lower bound).
+        bytes_written: Bytes of all files written: weights, index, config and other files, manifest; for a dry run,
+            those to be written.
         aliases: Names in the checkpoint that share the bytes of another name -> that other name.
         ties: Decisions of a conversion on tied weights: `name`, `tied_to`, `stored`, `action`, `declared`, `evidence`,
             `output_names`.

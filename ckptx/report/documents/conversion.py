@@ -54,7 +54,8 @@ class ConversionReport(Report):
         state_without_parameter: Names of optimizer-state tensors that belong to no known parameter; stored on rank 0.
         state_replicated: Names of optimizer-state tensors of more than one element that are replicated because their
             shape differs from that of their parameter.
-        layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`), and `stages`: path and range of the layers of each.
+        layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`), and `stages`: for each stage, the path of each list of
+            layers, and the first index and the one after the last.
         chunks: Number of chunks that the tensors of the model are stored in, over all ranks.
         rules: Sharding of the tensors by TP: one entry for each name pattern and decision, with `pattern`, `tensors`
             (number of names), `rule` (origin of the decision; `default` if no TP rule matches), `reason`, `dim` that TP

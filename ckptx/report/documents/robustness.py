@@ -20,7 +20,7 @@ class RobustnessReport(Report):
         injected_fault: Name of the injected fault; null for none.
         output_dir: Path of the output folder; empty if it was temporary and was removed, as nothing differed.
         world_size: Number of ranks; null if a custom trainer does not report it.
-        layout: Sizes of the mesh; empty for a custom trainer.
+        layout: Sizes of the mesh only: `tp`, `pp`, `dp_shard`, `dp_replicate`; empty for a custom trainer.
         trainer: "ckptx", or the command of a custom trainer.
         phases: One entry per phase, in order: `number`, `name`, `title` (property that the phase tests), `ok` (null if
             it did not run or compared nothing, with the reason in `notes`), `seconds`, `checks`, `notes` (strings),

@@ -13,6 +13,9 @@ from ckptx.report.report import OPTIONAL, Report
 class RunReport(Report):
     """Report of `verify --run`. NaN and infinity are the strings "nan" and "inf".
 
+    Of values that ranks compute, `max_abs`, `grad_max_abs` and `kl` are the largest over all ranks, `cosine` the
+    smallest; other numbers of logits and losses, and `first_divergence`, are those of rank 0.
+
     Attributes:
         run: Always true; distinguishes this report from that of `verify` without `--run`.
         compared: Number of tensors that the checkpoint's model loads, over all ranks; a sharded one counts once.
@@ -22,10 +25,10 @@ class RunReport(Report):
             `magnitude`, the standard deviation of the logits or the largest value of a gradient, so that no error could
             be detected.
         world_size: Number of ranks.
-        layout: Sizes of the mesh.
+        layout: Sizes of the mesh only: `tp`, `pp`, `dp_shard`, `dp_replicate`.
         stages: Number of pipeline stages.
-        bubble_fraction: Fraction of a step in which a pipeline rank is idle, if forward and backward of all stages take
-            equal time; an upper bound for zero-bubble schedules; 0 without a pipeline.
+        bubble_fraction: Fraction of a step in which a pipeline rank is idle, if all stages take the same time and
+            sending takes none; an upper bound for zero-bubble schedules; 0 without a pipeline.
         microbatches: Number of microbatches per step and data-parallel rank.
         reference_parts: Number of consecutive parts in which the reference ran; 1 means as a whole.
         inputs: Kinds of model inputs: "text", "image", ...
@@ -59,7 +62,7 @@ class RunReport(Report):
             `tolerance`.
         forecast_peak: Forecast of the peak bytes of tensors of the checkpoint's model, maximum over ranks; only with
             `--gpu-memory`.
-        measured_peak: Measured value of `forecast_peak`.
+        measured_peak: Measured peak bytes of the same tensors, maximum over ranks.
         unread_tensors: One entry per stored tensor that no part of the model reads: `name`, `reason`, `stored_in`
             (reference, checkpoint), and `is_expected`, false for a tensor that the class does not have for no known
             reason.
