@@ -3,6 +3,13 @@
 If many layers repeat, short models (the same model with fewer layers) run in place of the whole one. `extrapolation`
 computes the forecast of the whole model from them; if it rejects them, the whole model runs. The short models of a rank
 run one after another in one process, which caches what they have in common.
+
+A repeat (`RepeatedLayers`) is a sequence of layers of one list and one stage with a periodic pattern, of which whole
+periods can be left out. An axis is a group of repeats, at most one per pipeline rank, that get the same number of
+periods; see `ShorteningPlan`.
+
+Methods that return a `Flow` are generators: they yield batches of calls, which run in forked processes or (`run_flow`)
+in this one, and receive the results of each batch.
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ class ForecastRequest:
     Attributes:
         task: Step to forecast.
         all_layers: Run all layers, even if many repeat.
-        validate_extrapolation: Validate the extrapolation with a third, larger model.
+        validate_extrapolation: Validate the extrapolation with one more, larger model.
         peak_ranks_only: Run only pipeline ranks that can have the peak: the first rank, which has most microbatches in
             flight, the one with most parameters, and the last, which has the logits. If ranks have several stages, all
             of them run.
@@ -244,7 +251,7 @@ class _RankForecaster:
             known_boundaries: Known stage boundaries; new ones are added.
         """
         self._task, self._short_tasks, self._ranks = task, short_tasks, ranks
-        self._input_slots = BoundaryCache().input_slots
+        self._input_slots = BoundaryCache().input_slots  # shapes that stages receive, by stage
         self._known_boundaries = known_boundaries
 
     def boundary_source(self) -> ForecastTask:

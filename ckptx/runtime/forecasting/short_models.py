@@ -51,7 +51,8 @@ class ShorteningPlan:
         parameter_count: Number of parameters of the whole model.
         architecture: Name of the model class.
         layer_counts: Path of a list of layers -> its number of layers.
-        axes: Groups of repeats that are lengthened together; each has at most one repeat per pipeline rank.
+        axes: Groups of repeats (`RepeatedLayers`: layers of one list and one stage) that get the same number of
+            periods; each has at most one repeat per pipeline rank.
         repeat_ranks: For each axis, the pipeline rank of each repeat.
         stages: Assignment of layers to stages; None without a pipeline.
         config: Config of the whole model, from `to_dict()`.
