@@ -34,7 +34,7 @@ class OutputContents:
         state: Training state; empty if the output does not keep it.
         names: Target name -> output name.
         naming: Map from target names to loaded names and to view names.
-        base: Checkpoint whose config, tokenizer and other files are copied.
+        base: Source and base, see `BaseCheckpoint`.
         restored_files: Original files of the source if they are restored; else None.
         original_files: Original files that the manifest of the output records; None for none.
     """
@@ -145,7 +145,7 @@ class OutputFormat(ABC):
         Args:
             view: Model in the source.
             named_target: Target tensors with their dtypes.
-            base: Checkpoint that the config comes from.
+            base: Source and base, see `BaseCheckpoint`.
             files: Files of the source.
         """
         return CombinedTarget(named_target, files)

@@ -57,7 +57,7 @@ def combine_for_megatron(
     Args:
         view: Model in the source.
         named_target: Target tensors under disk names, with the dtypes of the target.
-        base: Checkpoint that the config comes from.
+        base: Source and base, see `BaseCheckpoint`.
         files: Files of the source.
         layers: "stacked" for all layers in one tensor, "separate" for one tensor per layer; None for stacked layers if
             all layers have the same tensors, else separate ones.

@@ -26,7 +26,8 @@ class DequantizedSource:
     """The source, with its quantized weights decoded if `--dequantize` asks for it.
 
     Attributes:
-        base: Base with the source and config to convert.
+        base: Source and base, see `BaseCheckpoint`; with decoded weights and a config without quantization if
+            `--dequantize` asks for it.
         files: Files of the source.
         checkpoint: Decoded checkpoint; None if nothing is decoded.
         config_edits: Changes to config.json that remove the quantization.
@@ -84,7 +85,7 @@ def dequantize_source(base: BaseCheckpoint, files: SourceFiles, options: Convers
     """Decode the quantized weights of the source if `--dequantize` asks for it.
 
     Args:
-        base: Source and config.
+        base: Source and base, see `BaseCheckpoint`.
         files: Files of the source.
         options: `dequantize` and `dtype`.
 

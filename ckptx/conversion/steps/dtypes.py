@@ -46,8 +46,8 @@ def cast_tensors(view: ModelView, named_target: NamedTarget, base: BaseCheckpoin
     Args:
         view: Model in the source.
         named_target: Target tensors under their new names.
-        base: Base, whose dtypes `--dtype base` takes over. Other casts do not cast a tensor that is float32 in the
-            source and in the base, unless all tensors of the base are float32.
+        base: Source and base, see `BaseCheckpoint`. `--dtype base` takes over the dtypes of the base; other casts do
+            not cast a tensor that is float32 in the source and in the base, unless all tensors of the base are float32.
         dtype_option: Value of `--dtype`: "auto" keeps the dtypes of the source, "base" takes those of the base, and
             "bf16", "fp16" and "fp32" cast to one dtype.
 
@@ -170,7 +170,7 @@ def config_dtype_edits(
     Args:
         view: Model in the source.
         cast: Target tensors with the dtypes that are written.
-        base: Base that the config comes from.
+        base: Source and base, see `BaseCheckpoint`.
         naming: Map from target names to model names.
         dtype_option: Value of `--dtype`, see `cast_tensors`.
     """

@@ -1,8 +1,9 @@
 """Check after writing: compare the staged files, as a reader sees them, with the plan.
 
-Headers and markers are parsed again, from the files and by the code that opens checkpoints: file, offset, dtype and
-shape of each tensor must be those of the plan. This finds defects of a writer, and of a header that was restored from
-the record in `ckptx.json`.
+Headers are parsed again from the files, and markers from the bytes that will be written, by the code that opens
+checkpoints: file, offset, dtype and shape of each tensor must be those of the plan. A DCP with very many blocks is
+checked in part only, see `check_dcp`. This finds defects of a writer, and of a header that was restored from the record
+in `ckptx.json`.
 """
 
 from __future__ import annotations

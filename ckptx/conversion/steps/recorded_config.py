@@ -3,7 +3,8 @@
 Under torchtitan names and under model names (state dict of transformers), some tensors are permuted or fused versions
 of the tensors with disk names (as on the Hub). Undoing this depends on numbers in config.json: heads, groups, sizes.
 With a config that was edited in between, it gives tensors of the right shape with rows in a wrong order, which only the
-recorded digest of the config reveals.
+recorded digest of the config reveals. A manifest does not record these numbers, so that a config of the base can be
+compared only if the config of the source still has the recorded digest.
 """
 
 from __future__ import annotations
@@ -36,15 +37,21 @@ _CONFIG = "config.json"
 def check_recorded_config(view: ModelView, base: BaseCheckpoint, named_target: NamedTarget) -> None:
     """Check that the config gives the same order of rows as the one that the checkpoint was written with.
 
+    It returns without a check if there is no config or no recorded digest, or if no order depends on the config. If the
+    config is that of the base, the two are compared only if the source still has the recorded config next to it.
+
     Args:
         view: Model in the source.
-        base: Checkpoint that the config comes from.
+        base: Source and base, see `BaseCheckpoint`.
         named_target: Target tensors under their new names.
 
     Raises:
-        InputError: The config is a different one, and tensors are combined, split or reordered by it.
+        InputError: The config of the source is not the recorded one, and the order of rows depends on it; or the config
+            of the base gives operations that differ from those of the recorded one, or has no disk names for tensors of
+            the source.
     """
-    manifest = read_valid_manifest(view.catalog, [])
+    # Other steps add the note on a manifest that is ignored, which this list receives.
+    manifest = read_valid_manifest(view.catalog, notes=[])
     recorded = None if manifest is None else manifest.sidecars.get(_CONFIG)
     if view.config is None or manifest is None or recorded is None:
         return
@@ -135,8 +142,8 @@ def _describe_heads(heads: tuple[int, int, int]) -> str:
 def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> list[str]:
     """Return names or patterns of tensors whose order of rows depends on numbers of a config, for a message.
 
-    They are one pattern for each such conversion of source names; if there is none, the names of target tensors that
-    the conversion combines, splits or reorders. Empty if no order depends on the config.
+    They are one pattern for each such rule (`Conversion`) of the source names; if there is none, the names of target
+    tensors that the command combines, splits or reorders. Empty if no order depends on the config.
     """
     rules, target_rules = rules_of(view), named_target.naming.rules
     trainer_conversions = [each for each in view.trainer_conversions if _reads_config(each)]
@@ -157,15 +164,16 @@ def _config_dependent_tensors(view: ModelView, named_target: NamedTarget) -> lis
 
 
 def _reads_config(conversion: Conversion) -> bool:
-    """Return True for a conversion that uses numbers of the config; others depend on shapes only.
+    """Return True for a conversion that may use numbers of the config; others depend on shapes only.
 
-    Such numbers are the arguments of an operation, except of `interleave`, whose argument only means its inverse.
+    Such numbers are arguments of an operation. The argument of `interleave`, which only means its inverse, does not
+    count; the flag of `transpose` and the number of parts of `chunk` do, although they need not come from the config.
     """
-    return any(op.kind == "permute_rope" or (op.args and op.kind != "interleave") for op in conversion.ops)
+    return any(op.args and op.kind != "interleave" for op in conversion.ops)
 
 
 def _name_patterns(view: ModelView) -> set[str]:
-    """Return the patterns of the names, with and without the prefix of the base model."""
+    """Return the patterns of the names, with and without `base_model_prefix` of transformers, such as `model.`."""
     patterns = set(map(pattern_of, view.tensors))
     if view.disk_architecture is not None and view.disk_architecture.base_prefix:
         prefix = f"{view.disk_architecture.base_prefix}."

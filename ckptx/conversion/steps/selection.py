@@ -26,7 +26,7 @@ def select_tensors(
     dequantized, the names of the source are not Megatron's, and the target has every tensor of the source.
 
     Args:
-        base: Checkpoint that the config comes from.
+        base: Source and base, see `BaseCheckpoint`.
         view: Model in the source.
         ties: Decisions on its tied weights.
         output: Format to write.

@@ -48,7 +48,7 @@ def collect_sidecars(
     """Collect the sidecars of an output; config.json is rewritten only if something in it changes.
 
     Args:
-        base: Checkpoint that they come from.
+        base: Source and base, see `BaseCheckpoint`; sidecars come from the base, if there is one.
         names: Names of the files to copy; with `--base none`, only files of Megatron's format are copied.
         edits: Changes to config.json.
         needs_tokenizer: True to add a note if a model with a vocabulary has no tokenizer files.

@@ -1,4 +1,4 @@
-"""Model in the source: its names, tied weights and match with its config, and the training state that is dropped."""
+"""Model in the source: its names, tied weights and match with its config, and what else is not written."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SourceModel:
     """Model in the source.
 
     Attributes:
-        view: View of the model. Chunks that will be read are located: they are those of the elements, also if these are
-            in archives, which may be parsed only when they are read.
+        view: View of the model. Chunks that will be read are located: they give file, offset and size of the elements
+            themselves, not only those of the torch archive around them. `LazyChunks` parse it when they are accessed.
         notes: Notes for the user.
         masters: Stored name of each weight that is converted from its fp32 master -> stored name of the master.
     """
@@ -58,7 +58,12 @@ class SourceModel:
         return [{"name": name, "reason": "replaced by fp32 master weights"} for name in self.masters]
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
-        """Return the stored names of tensors in the view; a weight that its master replaces has that of the master."""
+        """Return the stored names of the tensors that are read for tensors of the view.
+
+        Args:
+            names: Stored names, `TensorEntry.name`; a weight that its master replaces keeps its own there, and the name
+                of the master is returned.
+        """
         return {self.masters.get(name, name) for name in names}
 
 
@@ -68,15 +73,16 @@ def find_model(
     """Find the model in the source and locate its bytes.
 
     Args:
-        base: Source checkpoint and its config.
+        base: Source and base, see `BaseCheckpoint`.
         files: Files of the source.
         options: Name prefix, `weights`, `tie_missing`, `trust_remote_code`, and `dry_run`, with which every archive is
             parsed immediately.
         with_state: True if training state will be read as well.
 
     Raises:
-        InputError: No tensor has the prefix, there are several models, an archive is damaged, or two replicas or two
-            names of one tensor differ.
+        InputError: No tensor has the prefix; a training checkpoint has several complete models, and `options` has no
+            prefix to choose one (any other model is only named in a note, here or by `drop_training_state`); an archive
+            is damaged; or two replicas or two names of one tensor differ.
         UnsupportedError: The tensors are an adapter.
     """
     view = _view_source(base, options, options.source_prefix_or_none)
@@ -142,8 +148,9 @@ def resolve_ties(view: ModelView, files: SourceFiles, options: ConversionOptions
         options: `tie_missing` and `allow_config_mismatch`.
 
     Raises:
-        InputError: A tensor that the model requires is missing and not declared tied, and `allow_config_mismatch` is
-            not set.
+        InputError: A tensor that the class requires is missing: both names of a pair, or one name of a pair that the
+            config does not tie. `tie_missing` ties the second case, `allow_config_mismatch` makes both a note. Or a tie
+            flag in the config is not a boolean.
     """
     problems: list[str] | None = [] if options.allow_config_mismatch else None
     decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=problems)
@@ -222,7 +229,7 @@ def check_against_config(view: ModelView, base: BaseCheckpoint, *, allow_config_
 
     Args:
         view: Model in the source.
-        base: Source checkpoint and its config.
+        base: Source and base, see `BaseCheckpoint`.
         allow_config_mismatch: True to note mismatches instead of raising an error.
 
     Raises:
@@ -260,10 +267,13 @@ def check_against_config(view: ModelView, base: BaseCheckpoint, *, allow_config_
 
 @dataclass(frozen=True, slots=True)
 class DroppedState:
-    """Training state that is not written.
+    """Tensors and pickled objects outside the model, which are not written.
+
+    They are training state, other models, tensors outside the prefix of the model, and buffers of the trainer that the
+    class does not have.
 
     Attributes:
-        tensors: Stored `name` and `reason` of each tensor that is not written.
+        tensors: Stored `name` and `reason` of each of these tensors.
         optimizer: `tensors` (number) and `bytes` of optimizer state among them; None if the output keeps training
             state, or the source is no training checkpoint.
         objects: `count` and `bytes` of pickled objects; None as for `optimizer`.

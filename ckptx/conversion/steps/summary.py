@@ -83,7 +83,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
     actions = tie_actions(ties, conversion.contents)
     if outcome is not None:
         log.note(*range_notes(outcome))
-    copied_objects = sum(not step.is_tensor for step in job.plan.steps())
+    copied_objects = sum(not step.is_tensor for step in job.plan.steps())  # a step copies one tensor or one object
     return ConversionReport(
         command=command,
         tensors=conversion.ledger.target_count,
@@ -116,6 +116,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         megatron=conversion.combined.megatron,
         prefix=view.prefix or None,
         output_prefix=_output_prefix(view, conversion.contents.names),
+        # Unknown to the class, in any output; those in `other_tensors` are unknown to the sharding of the output.
         unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
         dequantized=conversion.dequantized.report_entry(),
         quantized=conversion.quantized.report_entry(),
@@ -145,7 +146,9 @@ def _output_prefix(view: ModelView, output_names: Mapping[str, str]) -> str | No
     """
     renamed = [(name, output_name) for name, output_name in output_names.items() if name != output_name]
     if view.catalog.traits.is_training_format:
+        # A training checkpoint has its prefix already, which is kept or not: one name that has it shows that it is.
         return view.prefix if view.prefix and any(name.startswith(view.prefix) for _, name in renamed) else None
+    # Names of HF weights have none; if one is added, it is the same for all names, so that one renamed tensor shows it.
     return next((output_name.removesuffix(name) for name, output_name in renamed), None)
 
 
@@ -157,10 +160,12 @@ def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     dims = sharding.dims
     return {
         "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": sharding.layers()},
+        # A placement divides a tensor into blocks; once they are stored, they are called chunks, as in a catalog.
         "chunks": sum(len(placed.blocks) for placed in sharding.placements.values()),
         "rules": sharding.rules(sharded.target.aliases),
         "unaligned_tensors": sharding.unaligned,
         "replicated": None if sharded.replication is None else sharded.replication.report_entry(),
+        # Not defined or not used by the class, so that TP replicates them; `unknown_tensors` has only the first kind.
         "other_tensors": list(sharding.unknown_tensors),
     }
 
@@ -178,6 +183,7 @@ def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
     output may be there already.
     """
     job, options, dst = conversion.job, conversion.options, conversion.dst
+    # A block is a tensor or a part of one; the report has their number as `tensors` of the file.
     sizes = [(file.name, file.nbytes, file.block_count) for file in job.plan.files]
     sizes += [(name, len(data), 0) for name, data in job.markers]
     sizes += [(name, nbytes, 0) for name, nbytes in job.sidecar_sizes().items()]
@@ -196,7 +202,10 @@ def _dry_run_entries(conversion: ConversionState, log: Log) -> dict[str, Any]:
 def _byte_counts(
     conversion: ConversionState, outcome: CopyResult | None, dry_run: dict[str, Any], log: Log
 ) -> tuple[int, int, int]:
-    """Return the bytes that this run read, the bytes that it wrote, and the total size of the output files."""
+    """Return the bytes that this run read, the bytes that it wrote, and the total size of the output files.
+
+    In a dry run they are the planned numbers: with `--quantize`, a lower bound of the bytes to read.
+    """
     job, dst = conversion.job, conversion.dst
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
