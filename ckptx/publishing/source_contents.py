@@ -75,7 +75,7 @@ def require_unchanged(
     if names and not (_has_same_catalog(opened_catalog) and are_source_decisions_unchanged()):
         raise changed_error(first)
     reader = TensorReader(files, max_memory)
-    for step in plan.steps():
+    for step in plan.steps():  # a step copies one tensor or one pickled object
         expected = digests.get(step.target.name)
         stored_names = {stored for file in _iterate_chunk_files(step.source) for stored in files.stored_names(file)}
         if expected is None or names.isdisjoint(stored_names):

@@ -220,7 +220,11 @@ def stored_bytes_read(nbytes: int, *opened: SourceFiles) -> int:
 
 
 class ComputedSource:
-    """Directory of a checkpoint whose open files include computed ones, which its listing leaves out; see `Source`."""
+    """Directory of a checkpoint whose open files include computed ones, which its listing leaves out; see `Source`.
+
+    Computed files belong to this directory: `without_cache` keeps them, but `with_location` returns the source of
+    another location, which has stored files only.
+    """
 
     def __init__(self, source: Source, computed_files: Mapping[str, ComputedFile]) -> None:
         self._source, self._computed_files = source, computed_files

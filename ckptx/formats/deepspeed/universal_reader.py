@@ -1,6 +1,6 @@
 """Read a universal checkpoint, which `ds_to_universal` makes from the files of all ranks: one file per tensor.
 
-    stages 0 to 2    weights in the dtype of training as in the files of the step; fp32.pt is `master_param`
+    stages 0 to 2    weights from the model states, in the dtype of training; fp32.pt becomes the tensor `master_param`
     stage 3          weights from fp32.pt, which is flat: the shapes are in the model states
 
 A file holds a dict with the tensor under `param`; in stage 3, and for `step`, the tensor itself. With

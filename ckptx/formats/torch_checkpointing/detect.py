@@ -39,7 +39,7 @@ def detect(source: Source, read_shapes: ShapeReader) -> LocatedCheckpoint | None
 
 
 def locate_by_file(source: Source, name: str) -> LocatedCheckpoint | None:
-    """Find the checkpoint of `metadata.pkl`, or of a file of an item; None for any other file."""
+    """Find the checkpoint of `metadata.pkl`, of a file of an item or of one that it lists; None for any other file."""
     listing = source.listing()
     if not listing.has(METADATA_FILE) and parse_item_file(name) is None:
         return None
