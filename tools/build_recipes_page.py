@@ -5,6 +5,7 @@ Run it as `python tools/build_recipes_page.py`.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def tables() -> str:
     found = [_TOP_LEVEL]
     for name, cls in blocks():
         meanings = meanings_of(cls)
-        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        summary = inspect.cleandoc(cls.__doc__ or "").partition("\n\nAttributes:")[0]
         found.append(f"### {name}\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
         for each in structs.fields(cls):
             cells = (f"`{each.name}`", type_of(each.type), default_of(each), meanings[each.name])

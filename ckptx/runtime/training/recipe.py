@@ -186,6 +186,9 @@ class CheckpointBlock(RecipeBlock, kw_only=True, frozen=True):
 class TrainerBlock(RecipeBlock, kw_only=True, frozen=True):
     """Command of a custom trainer, and the paths of its output.
 
+    With this block, only `steps`, `total_steps` and `save_at` of `training`, and `sharded` and `loss_noise_factor` of
+    `checks` have an effect. All other keys must still be valid and are otherwise ignored.
+
     Attributes:
         command: Command to run; it is split like shell words, but no shell runs it. `{steps}` is the step at which it
             stops; `{total_steps}` the step at which its schedule ends; `{save_at}` the step after which it saves;
@@ -245,8 +248,7 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         description: One-line description of the recipe.
-        trainer: Command of a custom trainer; `model`, `data`, `optimizer` and `schedule` then have no effect. None
-            uses ckptx's own trainer.
+        trainer: Command of a custom trainer, see `TrainerBlock`; None uses ckptx's own trainer.
     """
 
     description: str = ""
