@@ -94,7 +94,8 @@ _ORACLE_CAUSES = {
     "finite": "the state or a loss contains NaN or infinity",
     "sharded": "parameters are not sharded as checks.sharded requires",
 }
-# State that differs only if it was not restored: a difference in other state does not change it in a step.
+# State that a difference in weights or moments seldom changes. A scheduler that computes from the current rate of the
+# optimizer is an exception.
 _STEP_INDEPENDENT_ORACLES = (
     "adam step",
     "param groups",
@@ -407,9 +408,8 @@ class _CommandPhases:
         yield UNSAVED_STATE_CAUSES if self.block.can_save_without_step else _UNKNOWN_STATE_CAUSE
         independent_oracles = [oracle for oracle in _STEP_INDEPENDENT_ORACLES if oracle in failed]
         if independent_oracles:
-            is_one = len(independent_oracles) == 1
-            meaning = "it differs only if it was" if is_one else "they differ only if they were"
-            yield f"check {', '.join(independent_oracles)} first: {meaning} not restored"
+            names = ", ".join(independent_oracles)
+            yield f"check {names} first: differences of weights and moments seldom cause these"
 
     def _loss_verdict(self, resumed_losses: Mapping[int, float]) -> Verdict:
         reference_losses = {step: loss for step, loss in self._reference_losses.items() if step > self.save_at}
