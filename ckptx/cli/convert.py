@@ -58,12 +58,14 @@ def convert_group(**_: object) -> None:
         "ckptx convert to-dcp MODEL MODEL-dcp --tp 4 --pp 2",
         "ckptx convert to-dcp org/name NAME-dcp --revision main --dtype bf16",
         "ckptx convert to-dcp MODEL MODEL-titan --names torchtitan",
+        "torchrun --nproc-per-node 4 -m -- ckptx convert to-dcp MODEL MODEL-dcp",
     ],
 )
 def to_dcp(call: CommandCall) -> int:
-    """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: hf2dcp).
+    """Convert a checkpoint to a torch DCP, with full tensors or sharded for a mesh (alias: ckptx convert hf2dcp).
 
-    With a mesh, the output is the same as that of reshard --to dcp. Under torchrun, the processes share the work.
+    With a mesh, the output is the same as that of reshard --to dcp. Under torchrun, as in the last example, the
+    processes share the work.
     """
     return _run(call)
 
@@ -74,12 +76,14 @@ def to_dcp(call: CommandCall) -> int:
         "ckptx convert to-hf MODEL-dcp MODEL-back",
         "ckptx convert to-hf step-1000 MODEL-1000 --base MODEL --max-shard-size 5GB",
         "ckptx convert to-hf step-1000 step-1000-tensors --base none",
+        "torchrun --nproc-per-node 4 -m -- ckptx convert to-hf step-1000 MODEL-1000 --base MODEL",
     ],
 )
 def to_hf(call: CommandCall) -> int:
-    """Convert a checkpoint to HF safetensors with config and tokenizer (alias: dcp2hf).
+    """Convert a checkpoint to HF safetensors with config and tokenizer (alias: ckptx convert dcp2hf).
 
-    Optimizer state is dropped, because safetensors cannot hold it. Under torchrun, the processes share the work.
+    Optimizer state is dropped, because safetensors cannot hold it. Under torchrun, as in the last example, the
+    processes share the work.
     """
     return _run(call)
 
@@ -89,13 +93,14 @@ def to_hf(call: CommandCall) -> int:
     examples=[
         "ckptx convert to-megatron MODEL MODEL-megatron",
         "ckptx convert to-megatron step-1000 MODEL-megatron --base MODEL --pad-vocab-to-multiple-of 1024",
+        "torchrun --nproc-per-node 4 -m -- ckptx convert to-megatron MODEL MODEL-megatron",
     ],
 )
 def to_megatron(call: CommandCall) -> int:
     """Convert a checkpoint to a Megatron torch_dist directory, which loads at any TP x PP x EP.
 
     Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST --dist-ckpt-strictness
-    log_unexpected. Under torchrun, the processes share the work.
+    log_unexpected. Under torchrun, as in the last example, the processes share the work.
     """
     return _run(call)
 

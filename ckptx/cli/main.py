@@ -52,14 +52,14 @@ class _LazyGroup(SectionedGroup):
 def cli(**_: object) -> None:
     """Convert and reshard checkpoints of large language models, and verify the result.
 
-    Run `ckptx COMMAND --help` for the options of a command. Options can also be set in ckptx.toml (workers = 8; for one
-    command in a table such as [reshard] or [convert.to-dcp]), in pyproject.toml ([tool.ckptx]) and, for all commands,
-    by environment variables such as CKPTX_WORKERS=8; `ckptx env` lists the
-    options that are set in any of these.
+    Run `ckptx COMMAND --help` for the options of a command. An option that is not on the command line comes from the
+    first of these that sets it: an environment variable such as CKPTX_MAX_MEMORY=1GB; in the working directory,
+    ckptx.toml (max-memory = "1GB"; for one command in a table such as [reshard] or [convert.to-dcp]) and pyproject.toml
+    ([tool.ckptx]). `ckptx env` lists the options that are set there.
 
     Exit code 0: success; 1: a difference, a failed check, or a forecast that does not fit in memory; others: an error,
-    such as 2 for an invalid option, and 6 for too little memory or disk space. All codes:
-    https://ckptx.github.io/ckptx/troubleshooting/#exit-codes
+    such as 2 for an invalid option, 3 for a source that is missing, unreadable, damaged or does not match its config,
+    and 6 for too little memory or disk space. All codes: https://ckptx.github.io/ckptx/troubleshooting/#exit-codes
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:

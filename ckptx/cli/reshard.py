@@ -18,11 +18,12 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Reshard a checkpoint for a TP x PP x FSDP mesh, so that each rank reads little besides its own files.
 
-    The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh. In a DCP, ranks
-    also read files of other ranks: only TP rank 0 stores the tensors that TP replicates.
+    The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh. In a DCP, only TP
+    rank 0 stores the tensors that TP replicates, and the other TP ranks read them from its files.
 
-    Sharded safetensors hold the shards of one rank in each file, unlike the shards of save_pretrained. They are loaded
-    by from_pretrained (transformers 5.20 or later) and torch's HuggingFaceStorageReader; for vLLM, use convert to-hf.
+    Sharded safetensors hold the shards of one rank in each file, unlike the shards of save_pretrained, and tensors that
+    TP replicates in the files of every TP rank. They are loaded by from_pretrained (transformers 5.20 or later) and
+    torch's HuggingFaceStorageReader; for vLLM, use convert to-hf.
 
     Under torchrun, the processes share the work; their number need not be that of the mesh. In the last example, --
     keeps torchrun from reading the options of ckptx.

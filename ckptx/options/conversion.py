@@ -34,10 +34,11 @@ TiedMode = Literal["auto", "alias", "copy", "drop"]
 OptimizerMode = Literal["keep", "drop"]
 NAMES = Option(
     "Naming scheme: hf (as published on the Hub), model (module names in transformers, which differ from hf if "
-    "transformers renames or fuses weights on loading, such as experts) or torchtitan.",
+    "transformers renames or fuses weights on loading, such as experts) or torchtitan. If this changes names of a "
+    "training checkpoint, their prefix is removed.",
     OUTPUT_CHECKPOINT,
-    default="hf; names are kept if SRC is a training checkpoint: a DCP, per-rank FSDP files, DeepSpeed, "
-    "torch_checkpointing or torch.save",
+    default="hf; names are kept if SRC is a training checkpoint (a DCP, per-rank FSDP files, DeepSpeed, "
+    "torch_checkpointing or torch.save), except Megatron's, which become hf",
     spellings={"disk": "hf"},
 )
 TIED = Option(
@@ -47,7 +48,7 @@ TIED = Option(
 )
 OPTIMIZER = Option("Keep or drop optimizer and other training state.", OUTPUT_CHECKPOINT, default="keep")
 PREFIX = Option(
-    "Prefix to add to every tensor name; not if SRC is a training checkpoint, whose names are kept.",
+    "Prefix to add to every tensor name; not if SRC is a training checkpoint, even with --names.",
     OUTPUT_CHECKPOINT,
     default="not set",
 )
@@ -60,7 +61,7 @@ FILES = Option(
 )
 BASE = Option(
     "HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes tensors only. "
-    "Required for a training checkpoint without config.json.",
+    "Required if SRC has no config.json.",
     SOURCE,
     metavar="PATH|none",
     default="config and tokenizer of SRC, if any",
@@ -71,7 +72,9 @@ _DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases o
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also Megatron "
     "torch_dist, per-rank FSDP files, DeepSpeed files, files of meta-pytorch's torch_checkpointing, or sharded "
-    "safetensors with the shards of one rank in each file, as reshard writes): a directory, file, index or Hub id."
+    "safetensors with the shards of one rank in each file, as reshard writes): a file, an index, a Hub id or a "
+    "directory: that of the step, or one with a single checkpoint at most two levels below it. Of several "
+    "steps, one is selected only by DeepSpeed's file latest."
 )
 _DST_HELP = "Directory to write."
 
@@ -90,7 +93,8 @@ class ConversionOptions(
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
-            "Dtype of floating-point tensors (auto: unchanged; base: as in --base). Not cast: integers, optimizer "
+            "Dtype of floating-point tensors (auto: unchanged; base: as in --base, which must have weights, or in the "
+            ".hf_metadata of NeMo AutoModel). Not cast: integers, optimizer "
             "state, tensors that the model class in transformers keeps in fp32, and, if you pass a --base with several "
             "dtypes, tensors that are fp32 in it.",
             OUTPUT_CHECKPOINT,
@@ -100,13 +104,18 @@ class ConversionOptions(
     names: Annotated[Names | None, NAMES] = None
     tied: Annotated[TiedMode, TIED] = "auto"
     tie_missing: Annotated[
-        bool, Option("Tie a missing output head to the embedding even if the config does not.", SOURCE)
+        bool,
+        Option(
+            "Tie a missing output head to the embedding even if the config does not. HF files then have both names, "
+            "and config.json is unchanged.",
+            SOURCE,
+        ),
     ] = False
     allow_config_mismatch: Annotated[
         bool,
         Option(
-            "Allow tensors that do not match the config, such as those of a partial model. For a padded vocabulary, "
-            "vocab_size in the written config.json becomes the number of rows of the embedding.",
+            "Allow missing, extra and differently shaped tensors, such as those of a partial model. If the vocabulary "
+            "of SRC is padded, vocab_size in the written config.json becomes its number of rows.",
             SOURCE,
             aliases=("--allow-misfit",),
         ),
@@ -247,6 +256,14 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
     direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION_HELP)]
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
     dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    _: KW_ONLY
+    base: Annotated[
+        str | Path | None,
+        BASE._replace(
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes "
+            "tensors only. Required if SRC has no config.json (to-dcp: only if it is a training checkpoint)."
+        ),
+    ] = None
 
 
 class ToHfOptions(ConversionOptions, kw_only=False):
@@ -279,7 +296,8 @@ class ToHfOptions(ConversionOptions, kw_only=False):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Maximum size of each safetensors file.",
+            "Maximum size of the tensors in each safetensors file, without its header; a larger tensor gets a file of "
+            "its own.",
             OUTPUT_CHECKPOINT,
             parse=parse_size,
             replaces=("shard_size", "max_file_size"),
@@ -341,8 +359,8 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     base: Annotated[
         str | Path | None,
         BASE._replace(
-            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from. Required for a "
-            "training checkpoint without config.json.",
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from. Required if SRC "
+            "has no config.json.",
             metavar="PATH",
             keywords=(),
         ),
@@ -393,7 +411,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
         Names | None,
         NAMES._replace(
             default="--to safetensors: model; --to dcp: hf, or the names of SRC if it is a training checkpoint (a DCP, "
-            "per-rank FSDP files, DeepSpeed, torch_checkpointing or torch.save)"
+            "per-rank FSDP files, DeepSpeed, torch_checkpointing or torch.save) other than Megatron's"
         ),
     ] = None
     tied: Annotated[
@@ -414,8 +432,8 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     prefix: Annotated[
         str,
         PREFIX._replace(
-            help="Prefix to add to every tensor name (--to dcp only); not if SRC is a training checkpoint, whose names "
-            "are kept."
+            help="Prefix to add to every tensor name (--to dcp only); not if SRC is a training checkpoint, even with "
+            "--names."
         ),
     ] = ""
     files: Annotated[

@@ -44,7 +44,7 @@ _MODEL_HELP = "A config.json (or a JSON file of another name), a directory that 
 _SEARCH_HELP = (
     "Find layouts for --gpus GPUs that fit --gpu-memory or --gpu, each with the least activation checkpointing that "
     "fits. They are sorted by the time lost to recomputation and pipeline bubbles, then by the bytes sent per rank. "
-    "--tp, --pp, --dp-shard and --dp-replicate fix a size."
+    "--tp, --pp, --dp-shard and --dp-replicate fix a size. One of --gpu-memory and --gpu is required."
 )
 
 
@@ -65,7 +65,8 @@ class StepOptions(
     recipe: Annotated[
         str | Path | None,
         Option(
-            "Recipe to forecast instead of MODEL: a YAML file, or a built-in recipe such as llama_tiny.",
+            "Recipe to forecast instead of MODEL: a YAML file, or a built-in recipe such as llama_tiny. Options of "
+            "model, layout and training step are rejected with it; override its keys instead.",
             RECIPE,
             metavar="RECIPE",
             default="not set",

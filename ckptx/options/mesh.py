@@ -15,6 +15,25 @@ if TYPE_CHECKING:  # not imported for a help page
 
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
 
+PP_SPLIT = Option(
+    "Assignment of layers to stages, e.g. of 10 layers to 4 stages: even (3,3,2,2), vllm (2,3,3,2, as vLLM: extra "
+    "layers before the last stage), torchtitan (2,3,3,2: embedding and head count as a layer each), hf (2,2,2,4: extra "
+    "layers on the last stage), or the layer count of each stage.",
+    LAYOUT,
+    metavar="even|vllm|torchtitan|hf|a,b,c",
+    keywords=SPLIT_RULES,
+    requires=[Requirement("pp", 2)],
+)
+TP_PLAN = Option(
+    'JSON file such as {"model.layers.*.mlp.up_proj": "colwise"}, with module names (* is any index) and TP styles of '
+    "transformers: colwise, rowwise, packed_colwise, packed_rowwise, embedding_rowwise, embedding_colwise, replicate "
+    "(not sharded) and others (https://ckptx.github.io/ckptx/shard/). Other tensors follow the model's plan.",
+    LAYOUT,
+    metavar="FILE",
+    default="the model's plan",
+    requires=[Requirement("tp", 2)],
+)
+
 
 class MeshOptions(Options):
     """Options for the mesh."""
@@ -72,34 +91,13 @@ class MeshOptions(Options):
 class StageSplitOptions(MeshOptions):
     """Options for assigning layers to pipeline stages."""
 
-    pp_split: Annotated[
-        str,
-        Option(
-            "Assignment of layers to stages, e.g. of 10 layers to 4 stages: even (3,3,2,2), vllm (2,3,3,2, as vLLM: "
-            "extra layers before the last stage), torchtitan (2,3,3,2: embedding and head count as a layer each), hf "
-            "(2,2,2,4: extra layers on the last stage), or the layer count of each stage.",
-            LAYOUT,
-            metavar="even|vllm|torchtitan|hf|a,b,c",
-            keywords=SPLIT_RULES,
-            requires=[Requirement("pp", 2)],
-        ),
-    ] = "even"
+    pp_split: Annotated[str, PP_SPLIT] = "even"
 
 
 class TpPlanOptions(MeshOptions):
     """Option for tensor-parallel rules."""
 
-    tp_plan: Annotated[
-        str | Path | None,
-        Option(
-            'JSON file such as {"model.layers.*.mlp.up_proj": "colwise"}, with module names and TP styles of '
-            "transformers; * is any index. Other tensors follow the model's plan.",
-            LAYOUT,
-            metavar="FILE",
-            default="the model's plan",
-            requires=[Requirement("tp", 2)],
-        ),
-    ] = None
+    tp_plan: Annotated[str | Path | None, TP_PLAN] = None
 
 
 class ShardingOptions(TpPlanOptions, StageSplitOptions):

@@ -11,7 +11,13 @@ RECIPES_DIR = Path(__file__).parents[1] / "runtime" / "training" / "recipes"
 _RECIPES_BY_DEVICE = {
     "on a CPU": ("llama_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
     "on a CPU, each with a training script that is included": ("fsdp2_script", "accelerate", "transformers_trainer"),
-    "on GPUs": ("phi_4_squad", "gemma4_31b", "gemma4_31b_tp4_pp2", "gemma4_31b_tp4_pp4", "torchtitan"),
+    "on 8 GPUs with torchrun; model and data come from the Hub, and the extra data is needed": (
+        "phi_4_squad",
+        "gemma4_31b",
+        "gemma4_31b_tp4_pp2",
+    ),
+    "the same on 4 nodes of 8 GPUs": ("gemma4_31b_tp4_pp4",),
+    "on 2 GPUs, in a checkout of version 0.2.2": ("torchtitan",),
 }
 
 

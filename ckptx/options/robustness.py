@@ -23,7 +23,8 @@ _PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits (equal to those of the HF model), "
     "1 uninterrupted run, 2 replicas (copies of a replicated weight are equal, and a "
     "loaded checkpoint gives the same logits), 3 load and save, 4 export, 5 other layouts, 6 resume and "
-    "7 killed saves (processes are killed during a save)."
+    "7 killed saves (processes are killed during a save). Runs that a phase depends on run, too. Not for a recipe with "
+    "a custom trainer."
 )
 _RECIPE_HELP = f"A YAML file, or a built-in recipe: {shipped_recipes_text()}."
 
@@ -40,7 +41,7 @@ class RobustnessOptions(LogOptions, GpuMemoryOptions, DeviceOptions, RecipeOptio
         str | None,
         Option(
             "Inject a fault to test the checks: exit 1 if a check detects it (the expected result), exit 2 if none "
-            "does (or for an invalid option). --inject list prints all faults.",
+            "does (or for an invalid option). --inject list prints all faults. Not for a recipe with a custom trainer.",
             EXECUTION,
             metavar="FAULT|list",
             default="not set",

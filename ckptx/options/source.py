@@ -32,7 +32,9 @@ SOURCE_PREFIX = Option(
     replaces=("prefix",),
 )
 DEQUANTIZE = Option(
-    "Decode quantized weights (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of --dtype.", SOURCE
+    "Decode quantized weights (fp8, mxfp4, nvfp4, and int4 and int8 in the format pack-quantized of "
+    "compressed-tensors) to bf16, or to the dtype of --dtype. GPTQ, AWQ and bitsandbytes are rejected.",
+    SOURCE,
 )
 Weights = Literal["auto", "masters"]
 WEIGHTS = Option(

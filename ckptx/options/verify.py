@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions, Dtype
-from ckptx.options.mesh import PipelineOptions, ReplicaOptions, ShardingOptions
+from ckptx.options.mesh import PP_SPLIT, TP_PLAN, PipelineOptions, ReplicaOptions, ShardingOptions
 from ckptx.options.option import (
     COMPARISON,
     MEMORY_LIMITS,
@@ -46,8 +46,9 @@ _RUN_HELP = (
     "logits, loss and gradients."
 )
 _DEQUANTIZE = DEQUANTIZE._replace(
-    help="Decode the quantized weights of both checkpoints (fp8, mxfp4, nvfp4, int4, int8) to bf16, or to the dtype of "
-    "--dtype; with --run, to bf16, cast to --compute-dtype."
+    help="Decode the quantized weights of both checkpoints (fp8, mxfp4, nvfp4, and int4 and int8 in the format "
+    "pack-quantized of compressed-tensors) to bf16, or to the dtype of --dtype; with --run, to bf16, cast to "
+    "--compute-dtype."
 )
 _MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
@@ -84,6 +85,14 @@ class RunOptions(
 
     requirements: ClassVar[Mapping[str, Sequence[Requirement]]] = {"microbatches": [Requirement("pp", 2)]}
 
+    tp_plan: Annotated[
+        str | Path | None,
+        TP_PLAN._replace(default="the rules that ckptx.json of CHECKPOINT records, else the model's plan"),
+    ] = None
+    pp_split: Annotated[
+        str,
+        PP_SPLIT._replace(default="the --pp stages that ckptx.json of CHECKPOINT records (1f1b and gpipe), else even"),
+    ] = "even"
     reference_memory: Annotated[
         int | str | None,
         Option(
@@ -143,8 +152,9 @@ class VerifyOptions(
     dtype: Annotated[
         Dtype,
         Option(
-            "Cast the reference before comparing, as convert --dtype does (auto: compare as stored). --run computes in "
-            "--compute-dtype and only notes different stored dtypes.",
+            "Cast the reference before comparing, as convert does if no base is given (auto: compare as stored). For "
+            "an output with the dtypes of a base that has several, see https://ckptx.github.io/ckptx/to_vllm/. Values "
+            "that a cast rounded differ with --run, too, unless --compute-dtype is the dtype of the cast.",
             COMPARISON,
             spellings=DTYPE_SPELLINGS,
         ),
