@@ -60,6 +60,15 @@ def check_run_support(config: Mapping[str, Any], architecture: Architecture, tp:
     check_heads(config, tp, architecture)
 
 
+def find_head_refusal(config: Mapping[str, Any], architecture: Architecture, tp: int) -> str:
+    """Return the message of the error that `check_heads` raises; empty if it raises none."""
+    try:
+        check_heads(config, tp, architecture)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def is_quantized(config: Mapping[str, Any]) -> bool:
     """Return True if a config declares quantized weights."""
     return bool(config.get("quantization_config"))

@@ -121,7 +121,7 @@ def test_the_family_of_the_source_decides_unless_told(hf: Path, dst: Path) -> No
 def test_heads_that_do_not_divide_are_a_note(hf: Path, dst: Path) -> None:
     result = run(hf, dst, "--tp", 3)
     assert result.return_value == 0
-    assert "note: not aligned: --tp 3 splits heads, groups or fused parts" in result.stderr
+    assert "note: not aligned: --tp 3 splits heads, key/value groups or fused parts" in result.stderr
     assert 'of 8 tensors ("model.layers.0.self_attn.q_proj.weight", ...)' in result.stderr
 
 

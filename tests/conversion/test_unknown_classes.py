@@ -177,7 +177,7 @@ def test_only_what_a_plan_declares_is_called_aligned(
     assert bool(notes) is (aligned is None and style == "colwise")
     assert not notes or ("1 tensor" in notes[0] and "packed_colwise" in notes[0])
     unaligned = [each for each in report.notes if each.startswith("not aligned")]
-    assert all("does not know all heads, groups and fused parts" in each for each in unaligned)
+    assert all("does not know all heads, key/value groups and fused parts" in each for each in unaligned)
 
 
 def test_a_pattern_of_fused_experts_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.support.checkpoint_writers import LLAMA, llama, value, write_hf
 
 AREA = "layout"
 NOTHING = r"shards 0 tensors and replicates .* 100% of the parameter bytes: no TP rule matches"
-ALIGNED = r"not aligned: --tp \d+ splits heads, groups or fused parts"
+ALIGNED = r"not aligned: --tp \d+ splits heads, key/value groups or fused parts"
 PHI: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 32, "intermediate_size": 48,
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 16,

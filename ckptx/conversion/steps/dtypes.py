@@ -61,8 +61,8 @@ def cast_tensors(view: ModelView, named_target: NamedTarget, base: BaseCheckpoin
     if dtype_option == "base":
         if not base.dtypes:
             raise UsageError(
-                "--dtype base: the dtypes of the base are unknown; pass --base PATH with a checkpoint that has weights "
-                "(option of convert to-hf and reshard), or choose a dtype"
+                "--dtype base: the dtypes of the base are unknown; pass --base PATH with a checkpoint that has "
+                "weights, or choose a dtype"
             )
         dtypes = dtypes_as_in_base(target.tensors, base_dtypes)
     else:

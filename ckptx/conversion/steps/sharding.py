@@ -9,7 +9,7 @@ from typing import Any
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.class_table import find_class_record
 from ckptx.architecture.configs import remote_reference
-from ckptx.architecture.run_support import find_run_refusal
+from ckptx.architecture.run_support import find_head_refusal, find_run_refusal
 from ckptx.architecture.tied import TieDecision
 from ckptx.conversion.steps.naming import NameMap
 from ckptx.conversion.steps.replication import Replication, count_replication
@@ -100,7 +100,10 @@ def shard_tensors(
     replication = None
     architecture = view.disk_architecture  # for messages; `view.architecture` has the names of the source
     subject = "this model" if architecture is None else architecture.class_name
-    notes = _sharding_notes(sharded_model, architecture)
+    run_notes = list(_run_notes(view, sharder, ties))
+    notes = _sharding_notes(
+        sharded_model, architecture, has_tp_advice=_has_tp_advice(run_notes, view, sharded_model.dims.tp)
+    )
     if sharded_model.dims.tp > 1:
         replication = count_replication(
             sharded_model,
@@ -110,7 +113,7 @@ def shard_tensors(
             lambda name: sharder.stages.is_in_layer(naming.loaded_name(name) or name),
         )
         notes += replication.notes(sharded_model.dims.tp, subject)
-    notes += _run_notes(view, sharder, ties)
+    notes += run_notes
     return ShardedTarget(target, sharded_model, replication, tuple(notes))
 
 
@@ -165,6 +168,14 @@ def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -
             )
 
 
+def _has_tp_advice(run_notes: Sequence[str], view: ModelView, tp: int) -> bool:
+    """Return True if one of the notes of `_run_notes` names the values of `--tp` that divide the heads."""
+    if view.architecture is None or view.config is None:
+        return False
+    refusal = find_head_refusal(view.config, view.architecture, tp)
+    return bool(refusal) and any(note.endswith(refusal) for note in run_notes)
+
+
 def _unknown_names(view: ModelView, target: TargetTensors, naming: NameMap) -> list[str]:
     """Return the target names of tensors that the class does not have or does not use.
 
@@ -187,22 +198,31 @@ def _advice_on_layers(view: ModelView) -> str:
     return code_advice(remote_reference(view.config, architecture.class_name))
 
 
-def _sharding_notes(sharded_model: ShardedModel, architecture: Architecture | None) -> list[str]:
+def _sharding_notes(
+    sharded_model: ShardedModel, architecture: Architecture | None, *, has_tp_advice: bool
+) -> list[str]:
+    """Return the notes on shards and on replicated tensors.
+
+    Args:
+        sharded_model: Sharded tensors.
+        architecture: Class of the model; None if it is unknown.
+        has_tp_advice: True if another note names the values of `--tp` to choose from.
+    """
     notes = []
     subject = "this model" if architecture is None else architecture.class_name
     is_known = architecture is not None and find_class_record(architecture.class_name) is not None
     if sharded_model.unaligned and not is_known:
         notes.append(
-            f"not aligned: ckptx does not know all heads, groups and fused parts of {subject}, so TP kernels may "
-            f"not be able to use the shards of {counted(len(sharded_model.unaligned), 'tensor')} "
+            f"not aligned: ckptx does not know all heads, key/value groups and fused parts of {subject}, so TP kernels "
+            f"may not be able to use the shards of {counted(len(sharded_model.unaligned), 'tensor')} "
             f"({first_of(sharded_model.unaligned)}); compare them with what the code of the class expects"
         )
     elif sharded_model.unaligned:
+        advice = "" if has_tp_advice else "; choose another --tp, or pass rules for these tensors with --tp-plan"
         notes.append(
-            f"not aligned: --tp {sharded_model.dims.tp} splits heads, groups or fused parts of "
+            f"not aligned: --tp {sharded_model.dims.tp} splits heads, key/value groups or fused parts of "
             f"{counted(len(sharded_model.unaligned), 'tensor')} ({first_of(sharded_model.unaligned)}); loaders that "
-            "assemble whole tensors read the output, but no model can run on these shards; choose another --tp, or "
-            "pass rules for these tensors with --tp-plan"
+            f"assemble whole tensors read the output, but no model can run on these shards{advice}"
         )
     if sharded_model.maybe_fused:
         names = sharded_model.maybe_fused
