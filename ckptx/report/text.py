@@ -303,7 +303,7 @@ def inspect_text(report: InspectionReport) -> str:
         )
     elif report.by_rank is None:
         rows = [[row["pattern"], f"{row['tensors']:,}", human_bytes(row["bytes"])] for row in report.groups]
-        lines += _table(("model", "tensors", "bytes"), _first_rows(rows))
+        lines += _table(("names", "tensors", "bytes"), _first_rows(rows))
     if report.by_rank is not None:
         from ckptx.report.ranks import rank_lines  # not needed for other reports
 

@@ -31,7 +31,7 @@ def run_text(report: RunReport) -> str:
     mesh = f"{' x '.join(dims)} ({counted(report.world_size, 'rank')})"
     kinds, tensors = " and ".join(report.inputs), counted(report.tensors, "tensor")
     per_rank = " per rank" if report.stages == 1 else ""
-    read = f"{bytes_read_text(report)} from the checkpoint by all ranks"
+    read = f"{bytes_read_text(report)} from the checkpoint by all ranks together"
     lines.append(f"ran on random {kinds} inputs in {report.compute_dtype}, {mesh}; {tensors}{per_rank}, {read}")
     if report.stages > 1:
         lines.append(

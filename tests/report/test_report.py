@@ -154,7 +154,7 @@ def test_a_tie_is_one_line_in_the_names_of_the_output(action: str, output_names:
 
 def test_tensors_of_the_model_have_titles() -> None:
     lines = inspect_text(inspected(optimizer={"tensors": 2, "bytes": 8})).splitlines()
-    assert lines[-2:] == ["    model  tensors  bytes", "    w      9        1 B"]
+    assert lines[-2:] == ["    names  tensors  bytes", "    w      9        1 B"]
     row = {"name": "w", "dtype": "F32", "shape": [2], "bytes": 8, "files": ["a"]}
     lines = inspect_text(inspected(selected_tensors=[row])).splitlines()
     assert lines[-2:] == ["    tensor  dtype  shape  bytes  files", "    w       F32    [2]    8 B    a"]
