@@ -91,7 +91,10 @@ class RunOptions(
     ] = None
     pp_split: Annotated[
         str,
-        PP_SPLIT._replace(default="the --pp stages that ckptx.json of CHECKPOINT records (1f1b and gpipe), else even"),
+        PP_SPLIT._replace(
+            help=f"{PP_SPLIT.help} With 1f1b and gpipe, even means the stages in the ckptx.json of CHECKPOINT if it "
+            "has as many."
+        ),
     ] = "even"
     reference_memory: Annotated[
         int | str | None,
