@@ -94,8 +94,8 @@ _ORACLE_CAUSES = {
     "finite": "the state or a loss contains NaN or infinity",
     "sharded": "parameters are not sharded as checks.sharded requires",
 }
-# State that a difference in weights or moments seldom changes. A scheduler that computes from the current rate of the
-# optimizer is an exception.
+# State that a difference in weights or moments seldom changes. A scheduler that computes from the current learning rate
+# of the optimizer is an exception.
 _STEP_INDEPENDENT_ORACLES = (
     "adam step",
     "param groups",
