@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import LazyChunks
-from ckptx.errors import CkptxError
+from ckptx.errors import CkptxError, ReadError
 from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE
 from ckptx.formats.hf.hf_metadata import DTYPE_MAPPING, FILE_MAPPING
 from ckptx.formats.sidecars import MANIFEST, QUANTIZATION_FILES
@@ -125,10 +125,16 @@ def collect_identities(source: Catalog, *others: Catalog) -> FileIdentities:
 
 
 def digest_small_file(file: StoredFile, identity: FileIdentity) -> str | None:
-    """Return the digest in hex of the contents of a file; None if it cannot be read, or has another identity."""
+    """Return the digest in hex of the contents of a file; None if it is missing, too large or has another identity.
+
+    Raises:
+        ReadError: The storage failed.
+    """
     try:
         digest = bytes_digest_hex(file.source.read_small(file.name, MAX_MANIFEST_BYTES))
         return digest if file.source.read_identities((file.name,)).get(file.name) == identity else None
+    except ReadError:
+        raise
     except CkptxError:
         return None
 

@@ -205,7 +205,7 @@ def test_rules_survive_a_chain_of_meshes(resharded: Path, tmp_path: Path) -> Non
 
 def test_a_document_of_another_command_is_a_defect(launched: Launched) -> None:
     run(tp=2)
-    with pytest.raises(InternalError, match="required those of verify --run"):
+    with pytest.raises(InternalError, match="those of verify --run are required"):
         from_json(launched.order.replace("--run", ""), VerifyRunOptions)
     with pytest.raises(InternalError, match="'tensor_parallel'"):
         from_json(launched.order.replace('"tp"', '"tensor_parallel"'), VerifyRunOptions)

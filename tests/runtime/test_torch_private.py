@@ -39,7 +39,7 @@ def test_a_name_that_torch_lacks_is_named_with_the_version(monkeypatch: pytest.M
         assert error.value.exit_code == 7
         assert str(error.value) == (
             f"torch {torch.__version__}: has no {torch_private._NAMES[name]}, which ckptx uses; install a torch from "
-            "2.11 to 2.13, or a newer ckptx"
+            "2.11 to 2.14, or a newer ckptx"
         )
 
 

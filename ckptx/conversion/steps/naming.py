@@ -87,15 +87,19 @@ class NamedTarget:
     scheme_change: SchemeChange | None = None
 
     def is_unchanged(self, name: str, view: ModelView) -> bool:
-        """Return True if a target tensor has the elements of one tensor of the source, in the same order.
+        """Return True if a target tensor has the elements of a tensor of the source in the same order.
 
         Args:
-            name: Name of a target tensor that is made of one tensor.
+            name: Name of a target tensor, or of an alias, that is made of one tensor.
             view: Model in the source; a tensor that is only renamed has the chunks of its entry there.
         """
-        (old,) = self.naming.sources.get(name, (name,))
-        entry = self.target.source.tensors[self.target.source_names[name]]
-        return entry.chunks is view.tensors[old].chunks or entry.chunks == view.tensors[old].chunks
+        name = self.target.aliases.get(name, name)
+        stored_name = self.target.source_names.get(name)
+        entry = view.tensors.get(self.naming.sources.get(name, (name,))[0])
+        if stored_name is None or entry is None:  # a tied name that the target or the source does not store itself
+            return True
+        chunks = self.target.source.tensors[stored_name].chunks
+        return chunks is entry.chunks or chunks == entry.chunks
 
 
 def rename_tensors(
