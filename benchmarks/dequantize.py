@@ -198,10 +198,11 @@ def time_conversions(work: Path, part: str, rounds: int) -> tuple[list[Timing], 
         check = [*CKPTX, "verify", str(source), str(out), "--dequantize"]
         steps.append(Step(f"ckptx, {workers} worker{'s' * (workers > 1)}", command, out, checks=[check]))
     if part != "torch":
-        for name, copied in (("quantized", source), ("decoded", reference)):
-            out = work / f"copied-{name}"
+        copies_by_name = {"the quantized files as they are": source, "from the decoded files": reference}
+        for name, copied in copies_by_name.items():
+            out = work / "copied"
             command = [*CKPTX, "convert", "to-hf", str(copied), str(out), "--workers", "2"]
-            steps.append(Step(f"ckptx, 2 workers, {name} files copied", command, out))
+            steps.append(Step(f"ckptx, 2 workers, {name}", command, out))
     if part == "torch":
         out = work / "stock"
         command = [sys.executable, str(HERE / "stock_dequantize.py"), str(source), str(out)]
@@ -228,7 +229,7 @@ def main() -> None:
         tables.append(timing_table(title, timings))
         if part not in ("fp8", "mxfp4"):
             continue
-        decoding = [each for each in timings if each.name.startswith("ckptx") and "copied" not in each.name]
+        decoding = [each for each in timings if each.name.startswith("ckptx") and "files" not in each.name]
         seconds = float(str(decoding[-1].to_dict()["seconds"]))
         hours = _DEEPSEEK_V3_PARAMETERS * 2 / nbytes * seconds / 3600
         tables.append(f"Extrapolated from 2 workers that decode: {hours:.1f} hours for 671 B parameters.\n")
