@@ -252,7 +252,7 @@ class _OutputFolder(NamedTuple):
     """Output folder of a run.
 
     Attributes:
-        path: Path of the folder; the working directory on a rank that is told the folder of rank 0 later.
+        path: Path of the folder; the working directory on a rank that receives the folder of rank 0 later.
         is_new: True if this process created the folder.
         is_temporary: True if it is a temporary folder that this process has to remove.
     """

@@ -1,4 +1,4 @@
-"""`verify --strict` and configs: what it exits with, and how the verdict, the repr and the report say why."""
+"""`verify --strict` and configs: the exit code, and the reason in the verdict, the repr and the report."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_tied_name_of_one_side_is_no_difference(tmp_path: Path, swapped: bool)
 def test_a_head_of_its_own_differs_from_a_tied_one(
     tmp_path: Path, swapped: bool, config: dict[str, Any], form: str
 ) -> None:
-    """Whether its config says so or not, the head has other values than the embedding."""
+    """The head has other values than the embedding, even if the config declares them tied."""
     write = write_hf if form == "hf" else write_dcp
     both = (
         write(tmp_path / "untied", llama(), config=config),

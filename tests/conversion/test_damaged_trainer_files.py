@@ -110,13 +110,13 @@ def put_a_hostile_pickle(file: Path) -> None:
 def put_the_next_file(file: Path) -> None:
     """Replace a file by that of the next rank, or by another file with the same suffix."""
     root = next(parent for parent in file.parents if parent.name in {source.name for source in SOURCES.values()})
-    alike = alike_files(root)[file.suffix]
-    other = alike[(alike.index(file) + 1) % len(alike)]
+    files = files_by_suffix(root)[file.suffix]
+    other = files[(files.index(file) + 1) % len(files)]
     if other != file:
         shutil.copy(other, file)
 
 
-def alike_files(root: Path) -> dict[str, list[Path]]:
+def files_by_suffix(root: Path) -> dict[str, list[Path]]:
     """Return the files of a checkpoint by suffix."""
     files: dict[str, list[Path]] = {}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
@@ -180,7 +180,7 @@ CASES = [
     pytest.param(name, damage, id=f"{name}-{damage.__name__}")
     for name, source in SOURCES.items()
     for damage in DAMAGES
-    if damage is not put_the_next_file or any(len(files) > 1 for files in alike_files(source).values())
+    if damage is not put_the_next_file or any(len(files) > 1 for files in files_by_suffix(source).values())
 ]
 
 
