@@ -85,7 +85,7 @@ def _refuse_prefix_of_class(prefix: str, names: Collection[str], architecture: A
         architecture: Architecture under the names of the checkpoint.
 
     Raises:
-        UsageError: It does.
+        UsageError: The prefix ends with such components.
     """
     patterns = {pattern_of(name) for name in names}
     known_count = len(patterns & architecture.name_patterns)

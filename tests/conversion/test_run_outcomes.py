@@ -1,4 +1,4 @@
-"""What a conversion reports of its own run: bytes, peak memory, resumed and replaced outputs, and dry runs."""
+"""Fields of a report about the run: bytes, peak memory, resumed and replaced outputs, and dry runs."""
 
 from __future__ import annotations
 

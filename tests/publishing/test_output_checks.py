@@ -108,7 +108,7 @@ def test_a_target_that_contains_an_input_file_is_refused(tmp_path: Path, target:
     ],
 )
 def test_a_target_that_the_system_cannot_access_is_refused(tmp_path: Path, target: str, reason: str | None) -> None:
-    """What is missing can be created; a file in the path and a dangling link are refused where they are opened."""
+    """A missing directory can be created; a file in the path and a dangling link are refused when they are opened."""
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("gone")
     (tmp_path / "directory").mkdir()

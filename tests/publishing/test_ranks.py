@@ -83,14 +83,19 @@ def write(source: Path, target: Path, change: Callable[[Job], Job] = lambda job:
 
 
 def run_ranks(sources: list[Path], target: Path, changes: list[Callable[[Job], Job]]) -> list[CopyResult | CkptxError]:
-    """Both ranks in threads; the result or the error of each."""
+    """Write with both ranks in threads, and return the result or the error of each."""
+    return run_in_threads(Peers, lambda peers: write(sources[peers.rank], target, changes[peers.rank], processes=peers))
+
+
+def run_in_threads(make_peers: Callable[[int, Messages], Peers], write_rank: Callable[[Peers], Any]) -> list[Any]:
+    """Run two ranks in threads, and return the result or the error of each."""
     messages, results = Messages(), dict[int, Any]()
 
     def work(rank: int) -> None:
-        peers = Peers(rank, messages)
+        peers = make_peers(rank, messages)
         try:
             with peers.shared_failure():
-                results[rank] = write(sources[rank], target, changes[rank], processes=peers)
+                results[rank] = write_rank(peers)
         except CkptxError as error:
             results[rank] = error
 

@@ -21,7 +21,7 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.publishing.publish import Job, publish
 from ckptx.transfer.digest import bytes_digest_hex
 from ckptx.transfer.executor import CopyResult
-from tests.publishing.test_ranks import Messages, Peers
+from tests.publishing.test_ranks import Messages, Peers, run_in_threads
 from tests.storage.test_outputs_in_memory import job_of
 from tests.support.checkpoint_writers import array, flip, llama, names_in, tree_bytes, write_hf
 
@@ -299,23 +299,11 @@ def run_ranks(
     on_check: Callable[[int], None] = lambda rank: None,
     **settings: Any,
 ) -> list[CopyResult | CkptxError | None]:
-    """Both ranks in threads; the result or the error of each."""
-    messages, results = Messages(), dict[int, Any]()
-
-    def work(rank: int) -> None:
-        peers = ObservedPeers(rank, messages, on_wait, on_check)
-        try:
-            with peers.shared_failure():
-                results[rank] = write(source, target, lambda job: change(rank, job), processes=peers, **settings)
-        except CkptxError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return [results[rank] for rank in range(2)]
+    """Write with both ranks in threads, and return the result or the error of each."""
+    return run_in_threads(
+        lambda rank, messages: ObservedPeers(rank, messages, on_wait, on_check),
+        lambda peers: write(source, target, lambda job: change(peers.rank, job), processes=peers, **settings),
+    )
 
 
 def test_both_ranks_are_told_that_the_output_is_complete(source: Path, target: Path) -> None:

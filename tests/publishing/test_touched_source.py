@@ -98,7 +98,7 @@ def _broken(data: bytes) -> bytes:
     return b"?" + data[1:]
 
 
-CHANGES: list[tuple[str, Callable[[bytes], bytes], bool]] = [  # name, change, and whether the run goes on
+CHANGES: list[tuple[str, Callable[[bytes], bytes], bool]] = [  # name, change, True if the run continues
     *((name, _same, True) for name in (*SHARDS, INDEX, "config.json", "tokenizer.json")),
     *((name, _other_last_byte, False) for name in SHARDS),
     *((name, _other_name, False) for name in SHARDS),
@@ -208,7 +208,7 @@ def test_a_sidecar_that_is_rewritten_before_it_is_copied_is_refused(
 def test_a_rewritten_file_of_another_checkpoint(
     tmp_path: Path, target: Path, name: str, change: Callable[[bytes], bytes], is_accepted: bool
 ) -> None:
-    """Of a base, the config and the sidecars are used; it is not read again otherwise."""
+    """A conversion uses only the config and the sidecar files of a base."""
     source = write_hf(tmp_path / "in" / "hf", llama(), config=None)
     base = write_hf(tmp_path / "in" / "base", llama())
     (base / "tokenizer.json").write_bytes(b'{"a": 1}')
@@ -335,7 +335,7 @@ def test_the_mount_is_that_of_this_boot_and_this_process(source: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 0.25, 0.5, 0.75, 1])
 def test_samples_are_spread_over_each_file(tmp_path: Path, at: float) -> None:
-    """Where two files differ by blocks of 1/8 of their bytes, a sample does."""
+    """If two files differ in a block of 1/8 of their bytes, a sample of the block differs."""
     tensors = llama(layers=1, hidden=64, vocab=512, inner=256)
     source = write_hf(tmp_path / "here", tensors, shards=2)
     other = copy_with_times(source, tmp_path / "there")
