@@ -1,7 +1,7 @@
 """ckptx: convert and reshard checkpoints of large language models, and verify the result.
 
-The functions `convert`, `diff`, `forecast`, `inspect`, `reshard`, `robustness` and `verify` are the commands of the
-command line: their parameters are named like the options, they raise a subclass of `ckptx.errors.CkptxError` for each
+The functions `convert`, `diff`, `forecast`, `inspect`, `merge`, `reshard`, `robustness` and `verify` are the commands of
+the command line: their parameters are named like the options, they raise a subclass of `ckptx.errors.CkptxError` for each
 exit code from 2 to 7, and they return the report that `--json` prints. `open_checkpoint` returns the catalog of a
 checkpoint: names, dtypes, shapes and file positions of its tensors.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptx.api.convert import convert
     from ckptx.api.forecast import forecast
     from ckptx.api.inspect import inspect
+    from ckptx.api.merge import merge
     from ckptx.api.reshard import reshard
     from ckptx.api.verify import verify
     from ckptx.comparison.headers import diff
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ckptx.robustness_suite import robustness
 
 __all__ = [
-    "__version__", "convert", "diff", "errors", "forecast", "inspect", "open_checkpoint",
+    "__version__", "convert", "diff", "errors", "forecast", "inspect", "merge", "open_checkpoint",
     "reshard", "robustness", "verify",
 ]  # fmt: skip
 

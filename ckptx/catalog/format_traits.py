@@ -22,6 +22,7 @@ class FormatTraits(NamedTuple):
         has_manifest: True if the manifest of an output in this format records the original files. That of an HF
             checkpoint has no such record.
         has_model_names: True if tensors usually have the names of the model, not those of a published checkpoint.
+        is_adapter: True if the tensors are those of an adapter (LoRA or similar), which is no model by itself.
     """
 
     name: str
@@ -33,6 +34,7 @@ class FormatTraits(NamedTuple):
     can_be_restored: bool = False
     has_manifest: bool = False
     has_model_names: bool = False
+    is_adapter: bool = False
 
 
 HUGGINGFACE = FormatTraits("huggingface", "safetensors", is_published=True, can_be_restored=True)
@@ -43,6 +45,8 @@ FSDP = FormatTraits("fsdp", "dcp", is_training_format=True)
 DEEPSPEED = FormatTraits("deepspeed", "dcp", is_training_format=True)
 TORCH_CHECKPOINTING = FormatTraits("torch-checkpointing", "dcp", is_training_format=True)
 TORCH_SAVE = FormatTraits("torch-save", "safetensors", is_training_format=True, can_keep_state=False)
+PEFT = FormatTraits("peft", "safetensors", is_adapter=True)
 TRAITS_BY_FORMAT = {
-    traits.name: traits for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP, DEEPSPEED, TORCH_CHECKPOINTING, TORCH_SAVE)
+    traits.name: traits
+    for traits in (HUGGINGFACE, BIN, DCP, SHARDED, FSDP, DEEPSPEED, TORCH_CHECKPOINTING, TORCH_SAVE, PEFT)
 }

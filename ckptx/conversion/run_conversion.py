@@ -1,7 +1,7 @@
 """Every conversion, from the opened source to the published output.
 
-    open -> base -> Megatron's names -> dequantize -> model -> ties -> names -> quantize -> dtypes -> combine -> shard
-    -> state -> allocate -> plan -> publish
+    open -> base -> Megatron's names -> dequantize -> model -> adapters -> ties -> names -> quantize -> dtypes -> combine
+    -> shard -> state -> allocate -> plan -> publish
 
 Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
 for the user. Steps in which output formats differ are methods of `output`.
@@ -15,7 +15,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
+from ckptx.conversion.steps.adapters import merge_adapters, open_adapters
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, ConfigNeed, find_base
 from ckptx.conversion.steps.dequantization import dequantize_source
 from ckptx.conversion.steps.dtypes import cast_tensors
@@ -41,8 +43,6 @@ from ckptx.conversion.steps.trainer_buffers import add_trainer_buffers
 from ckptx.conversion.steps.training_state import TrainingState, map_training_state
 from ckptx.formats.hf.hf_metadata import name_config_in_errors
 from ckptx.model_view.view import compare_replicas
-from ckptx.options.conversion import ConversionOptions
-from ckptx.processes.peers import PeerProcesses
 from ckptx.publishing.overwrite_checks import list_removed_files, refuse_unrelated_files, removal_note
 from ckptx.publishing.publish import Job, publish
 from ckptx.quantization.computed_files import reset_counts
@@ -91,6 +91,7 @@ def _run_steps(
     )
 
     # Read the source.
+    adapters = open_adapters(options, dst, stack)
     keeps_state = output.keeps_state(source)
     found_base = log(find_base(source, dst, options, config_need))
     renamed = log(rename_megatron_source(found_base, files, options, with_optimizer=keeps_state))
@@ -98,7 +99,9 @@ def _run_steps(
     dequantized = dequantize_source(renamed.base, renamed.files, options)
     base, files = dequantized.base, dequantized.files
     stack.enter_context(name_config_in_errors(base.sidecar_source))
-    model = log(find_model(base, files, options, with_state=keeps_state))
+    found_model = log(find_model(base, files, options, with_state=keeps_state))
+    merged = log(merge_adapters(adapters, found_model, base, files, options))
+    base, model, files = merged.base, merged.model, merged.files
     view = model.view
     _logger.info(
         "config of %s, %s, %d tensors of the model, %d of the optimizer, %d others", base.sidecar_source.root,
@@ -167,7 +170,7 @@ def _run_steps(
     training_state = log(map_source_state())
 
     # Allocate the files, and collect what is copied with them.
-    is_altered = cast.was_cast or output.has_new_prefix or base.is_dequantized
+    is_altered = cast.was_cast or output.has_new_prefix or base.is_dequantized or base.is_merged
     original_files = None if is_altered else selection.original
     contents = OutputContents(
         output_tensors,
@@ -203,24 +206,31 @@ def _run_steps(
             _logger.debug("%s", line)
 
     def stored_names(names: Iterable[str]) -> set[str]:
-        """Return the names in the source checkpoint, before renaming, dequantization and use of master weights."""
-        return renamed.stored_names(dequantized.stored_names(model.stored_names(names)))
+        """Return the names in the source, before renaming, dequantization, use of master weights and merging."""
+        return renamed.stored_names(dequantized.stored_names(model.stored_names(merged.stored_names(names))))
+
+    written = stored_names(target.written_stored_names() | training_state.written_stored_names())
+    dropped_by_merge = merged.dropped(written)
 
     ledger = build_ledger(
         source.tensors.keys(),
         plan,
-        written=stored_names(target.written_stored_names() | training_state.written_stored_names()),
+        written=written,
         shared=stored_names(
             target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
         ),
         merged=dequantized.merged,
         dropped={
             each["name"]
-            for each in (*dequantized.dropped, *model.dropped, *dropped_state.tensors, *training_state.dropped)
+            for each in (
+                *dequantized.dropped, *model.dropped, *dropped_state.tensors, *training_state.dropped, *dropped_by_merge,
+            )
         },
         aliases={**target.aliases, **training_state.aliases},
         representatives=ties.representatives,
-        stored_dtype=lambda entry: quantized.float_dtype(entry) or dequantized.stored_dtype(entry),
+        stored_dtype=lambda entry: (
+            quantized.float_dtype(entry) or dequantized.stored_dtype(merged.stored_entry(entry))
+        ),
     )
 
     def are_source_decisions_unchanged() -> bool:
@@ -243,11 +253,13 @@ def _run_steps(
     conversion = ConversionState(
         dst, options, source_checkpoint.processes, dequantized, quantized, model, ties, config_check, dropped_state,
         cast, sharded, contents, allocation, sidecars, job, job.nbytes, ledger,
-        _scheme_change(renamed, stored_target, options.names or output.default_naming(view) or "hf"), combined,
+        _scheme_change(renamed, stored_target, options.names or output.default_naming(view) or "hf"), combined, merged,
+        dropped_by_merge,
     )  # fmt: skip
-    reset_counts(dequantized.files, quantized.files)
+    reset_counts(dequantized.files, merged.files, quantized.files)
     removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []
-    outcome = None if options.dry_run else _publish(job, dst, files, options, source_checkpoint.processes, base)
+    other_sources = (*(() if base.catalog is None else (base.catalog,)), *merged.catalogs)
+    outcome = None if options.dry_run else _publish(job, dst, files, source_checkpoint, other_sources)
     if outcome is not None and outcome.restart_reason:
         log.note(f"--resume: discarded the output of an interrupted run, because {outcome.restart_reason}")
     if removed_files and (options.dry_run or (outcome is not None and not outcome.was_complete)):
@@ -276,19 +288,21 @@ def _open_base_files(base: BaseCheckpoint, output: OutputFormat, stack: ExitStac
 
 
 def _publish(
-    job: Job,
-    dst: Path,
-    files: SourceFiles,
-    options: ConversionOptions,
-    processes: PeerProcesses | None,
-    base: BaseCheckpoint,
+    job: Job, dst: Path, files: SourceFiles, source: SourceCheckpoint, other_sources: Iterable[Catalog]
 ) -> CopyResult | None:
     """Write and publish the output.
+
+    Args:
+        job: Contents of the output.
+        dst: Directory to write.
+        files: Files of the source, and computed ones.
+        source: Source with its options and processes.
+        other_sources: Other checkpoints that the output is made from.
 
     Returns:
         The result of the copy; None on a rank that found the output already complete.
     """
-    total = job.plan.bytes_written
+    options, total = source.options, job.plan.bytes_written
     return publish(
         job,
         dst,
@@ -298,7 +312,7 @@ def _publish(
         overwrite=options.overwrite,
         resume=options.resume,
         on_progress=lambda done: options.on_progress(done, total),
-        processes=processes,
-        other_sources=() if base.catalog is None else (base.catalog,),
+        processes=source.processes,
+        other_sources=other_sources,
         check_replaceable=refuse_unrelated_files,
     )

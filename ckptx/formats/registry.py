@@ -28,6 +28,7 @@ from ckptx.formats.hf import reader as hf_reader
 from ckptx.formats.hf.hf_metadata import find_hf_metadata, read_config
 from ckptx.formats.located_checkpoint import Detect, LocatedCheckpoint
 from ckptx.formats.manifest_file import note_unreadable_manifest
+from ckptx.formats.peft import detect as peft
 from ckptx.formats.rank_files import (
     Shapes,
     complete_directories,
@@ -67,6 +68,7 @@ DETECTORS: tuple[Detect, ...] = (
     hf_detect.detect_weights,
     fsdp.detect,
     deepspeed.detect,
+    peft.detect,
 )
 
 _METADATA = ".metadata"
@@ -157,6 +159,10 @@ def _open_located(located: LocatedCheckpoint) -> tuple[LocatedCheckpoint, Catalo
         from ckptx.formats.torch_checkpointing.reader import open_torch_checkpointing
 
         catalog = open_torch_checkpointing(source)
+    elif located.kind == "peft":
+        from ckptx.formats.peft.reader import open_peft
+
+        catalog = open_peft(source, located.weights[0])
     else:
         opened = hf_reader.open_huggingface(source, located.weights[0])
         if opened is None:
@@ -215,8 +221,11 @@ def _check_limits(catalog: Catalog) -> None:
 
 
 def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
-    """Set config, sidecars and their identities, and add notes on files that are not copied."""
+    """Set config, sidecars and their identities, and add notes on files that are not copied; an adapter has neither."""
     source = located.source
+    if catalog.traits.is_adapter:
+        catalog.identities = {**source.read_identities((peft.CONFIG_FILE,)), **catalog.identities}
+        return
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)
     if catalog.config is not None:  # conversions copy the sidecars of `hf_metadata`, not those next to the weights
@@ -399,7 +408,12 @@ def _locate_file(source: Source, name: str) -> LocatedCheckpoint:
     """
     if is_shard(name):
         return LocatedCheckpoint(source, "sharded", (".",))
-    for locate_by_file in (fsdp.locate_by_file, deepspeed.locate_by_file, torch_checkpointing.locate_by_file):
+    for locate_by_file in (
+        fsdp.locate_by_file,
+        deepspeed.locate_by_file,
+        torch_checkpointing.locate_by_file,
+        peft.locate_by_file,
+    ):
         located = locate_by_file(source, name)
         if located is not None:
             return located

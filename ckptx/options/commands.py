@@ -62,6 +62,10 @@ COMMANDS: Mapping[str, Command] = {
         "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
         "ckptx.api.reshard:reshard", "output:ReportOutput", writes_checkpoint=True,
     ),
+    "merge": Command(
+        "Merge LoRA adapters into a model", ["merge:MergeOptions"], "ckptx.api.merge:merge", "output:ReportOutput",
+        writes_checkpoint=True,
+    ),
     "diff": Command(
         "Compare names, shapes, dtypes and tied weights of two checkpoints", ["diff:DiffOptions"],
         "ckptx.comparison.headers:diff",

@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from ckptx.errors import UsageError
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
@@ -77,6 +77,18 @@ _SRC_HELP = (
     "steps, one is selected only by DeepSpeed's file latest."
 )
 _DST_HELP = "Directory to write."
+
+
+class AdapterPath(NamedTuple):
+    """An adapter to merge.
+
+    Attributes:
+        path: Path or Hub id.
+        factor: Factor of its change.
+    """
+
+    path: str
+    factor: float
 
 
 class ConversionOptions(
@@ -172,6 +184,11 @@ class ConversionOptions(
                 "least 2 MiB per worker; raise it or use fewer --workers"
             )
 
+    @property
+    def adapters(self) -> tuple[AdapterPath, ...]:
+        """Return the adapters to merge; empty for other commands than `merge`."""
+        return ()
+
     @classmethod
     def conflict(cls, name: str, values: Mapping[str, Any]) -> str:
         if name in ("tied", "tie_missing") and values.get("base") == "none":
@@ -231,6 +248,11 @@ class DcpOptions(ConversionOptions):
 
     prefix: Annotated[str, PREFIX] = ""
     files: Annotated[int | None, FILES] = None
+
+    @property
+    def drop_reason(self) -> str:
+        """Return the end of the reason for which training state is dropped, after "optimizer state"."""
+        return "dropped because of --optimizer drop"
 
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}

@@ -49,6 +49,7 @@ _FORMAT_NAMES = {
     "fsdp": "per-rank FSDP files",
     "deepspeed": "DeepSpeed ZeRO",
     "torch-checkpointing": "torch_checkpointing",
+    "peft": "PEFT adapter",
     "bin": "pytorch_model.bin",
     "torch-save": "torch.save dict",
 }

@@ -39,7 +39,7 @@ _CLASS_SOURCES = {"meta model": "known from its code", "suffix table": "unknown 
 
 
 def conversion_text(report: ConversionReport) -> str:
-    """Return the summary that `convert` and `reshard` print."""
+    """Return the summary that `convert`, `reshard` and `merge` print."""
     lines = [_output_line(report)]
     if report.dry_run:
         files = report.files or ()
@@ -79,6 +79,9 @@ def conversion_text(report: ConversionReport) -> str:
                 f"quantized: {unchanged:,} unchanged and copied from the base, "
                 f"{len(encoded):,} changed and quantized{more}"
             )
+    if report.adapters:
+        lines += [_adapter_line(row) for row in report.adapters]
+        lines.append(f"merged: {counted(report.merged_weights or 0, 'tensor')} of {report.ledger['target']['tensors']:,}")
     if report.layout is not None and (len(report.ranks) > 1 or report.command == "reshard"):
         lines += _layout_lines(report, report.layout)
     is_unknown_class = (report.architecture or {}).get("known_from") == "suffix table"
@@ -109,6 +112,23 @@ def conversion_text(report: ConversionReport) -> str:
 def _scheme_text(row: Mapping[str, Any]) -> str:
     """Return the scheme of quantized weights: `45 weights (fp8, blocks of 128 x 128, F32 scales), 1.20 GiB`."""
     return f"{counted(row['tensors'], 'weight')} ({row['scheme']}), {human_bytes(row['bytes'])}"
+
+
+def _adapter_line(row: Mapping[str, Any]) -> str:
+    """Return an adapter that was merged: `adapter: PATH, rank 16, alpha 32, q_proj, v_proj (224 layers), 2 replaced`."""
+    factor = f" x {row['factor']:g}" if row["factor"] != 1 else ""
+    replaced = f", replaces {counted(len(row['replaced']), 'tensor')}" if row["replaced"] else ""
+    return f"adapter: {row['path']}{factor}, {adapter_text(row)}{replaced}"
+
+
+def adapter_text(row: Mapping[str, Any]) -> str:
+    """Return settings and layers of an adapter: `LoRA, rank 16, alpha 32 (scaling 2), q_proj, v_proj (224 layers)`."""
+    kind = " with ".join(["rsLoRA" if row["rslora"] else "LoRA", *(["DoRA"] if row["dora"] else [])])
+    numbers = [", ".join(f"{value:g}" for value in row[key]) for key in ("ranks", "alphas", "scalings")]
+    if not row["layers"]:
+        return "no LoRA layers"
+    settings = f"{kind}, rank {numbers[0]}, alpha {numbers[1]} (scaling {numbers[2]})"
+    return f"{settings}, {', '.join(row['modules'])} ({counted(row['layers'], 'layer')})"
 
 
 def _names_line(names: Mapping[str, Any]) -> str:

@@ -54,7 +54,7 @@ class DcpFormat(OutputFormat):
         if not view.catalog.traits.is_training_format:
             return DroppedState()
         reason = (
-            "dropped because of --optimizer drop"
+            self.options.drop_reason
             if view.catalog.traits.can_keep_state
             else "of torch.save is not converted"
         )

@@ -43,6 +43,7 @@ class BaseCheckpoint:
         is_none: True with `--base none`: no sidecar files are written, except those of Megatron's format.
         is_dequantized: True if the quantized weights of `source` are decoded.
         is_renamed: True if the tensors of `source` were renamed from Megatron's names to disk names.
+        is_merged: True if adapters are added to its weights.
         notes: Notes for the user.
     """
 
@@ -54,6 +55,7 @@ class BaseCheckpoint:
     is_none: bool = False
     is_dequantized: bool = False
     is_renamed: bool = False
+    is_merged: bool = False
     notes: tuple[str, ...] = ()
 
     @property

@@ -23,7 +23,8 @@ def select_tensors(
     """Select the tensors of the original files if the output restores these, else apply `--tied` and `--names`.
 
     The manifest records the original files if the output format records them and does not restore them, no weight is
-    dequantized, the names of the source are not Megatron's, and the target has every tensor of the source.
+    dequantized, no adapter is merged, the names of the source are not Megatron's, and the target has every tensor of the
+    source.
 
     Args:
         base: Source and base, see `BaseCheckpoint`.
@@ -37,7 +38,7 @@ def select_tensors(
             the manifest declares tied differ, or the output requires a config and there is none.
         UnsupportedError: The class is unknown, or has a conversion that ckptx lacks.
     """
-    is_altered = base.is_dequantized or base.is_renamed
+    is_altered = base.is_dequantized or base.is_renamed or base.is_merged
     restoration = Restoration() if is_altered else output.restored(base, view, ties)
     if restoration.files is not None:
         notes = (*restoration.notes, *wrapper_notes(view, are_kept=False))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
+from ckptx.conversion.steps.adapters import MergedModel
 from ckptx.conversion.steps.combined_tensors import CombinedTarget
 from ckptx.conversion.steps.dequantization import DequantizedSource
 from ckptx.conversion.steps.dtypes import CastTensors
@@ -43,6 +44,7 @@ class ConversionState:
     Attributes:
         nbytes: Size of the output in bytes, without the manifest.
         scheme_change: Change from or to the names of a trainer; None for no such change.
+        dropped_by_merge: Stored `name` and `reason` of each tensor that an adapter replaces.
     """
 
     dst: Path
@@ -64,6 +66,8 @@ class ConversionState:
     ledger: Ledger
     scheme_change: SchemeChange | None
     combined: CombinedTarget
+    merged: MergedModel
+    dropped_by_merge: list[dict[str, str]]
 
 
 def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
@@ -99,6 +103,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
             *conversion.model.dropped,
             *conversion.dropped_state.tensors,
             *state.dropped,
+            *conversion.dropped_by_merge,
         ],
         config_edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
@@ -120,6 +125,8 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
         dequantized=conversion.dequantized.report_entry(),
         quantized=conversion.quantized.report_entry(),
+        adapters=conversion.merged.report_entry(),
+        merged_weights=len(conversion.merged.merged) if conversion.merged.adapters else None,
         dtype_unchanged=conversion.cast.uncast,
         base_dtypes=conversion.cast.base_dtype_counts,
         overflows=overflow_entries(outcome.overflows) if outcome is not None and outcome.overflows else None,
@@ -210,7 +217,7 @@ def _byte_counts(
     if dry_run:
         size = sum(file["bytes"] for file in dry_run["files"])
         planned = conversion.quantized.min_bytes_to_read(conversion.dequantized.bytes_to_read(job.plan))
-        return planned - conversion.combined.padding_bytes, size, size
+        return planned - conversion.combined.padding_bytes + conversion.merged.adapter_bytes, size, size
     try:
         manifest = read_size(dst / MANIFEST)
     except ReadError as error:
@@ -232,8 +239,11 @@ def _byte_counts(
         )
     size = conversion.nbytes + manifest
     return (
-        stored_bytes_read(outcome.bytes_read, conversion.dequantized.files, conversion.quantized.files)
-        + conversion.quantized.base_bytes_read,
+        stored_bytes_read(
+            outcome.bytes_read, conversion.dequantized.files, conversion.merged.files, conversion.quantized.files
+        )
+        + conversion.quantized.base_bytes_read
+        + conversion.merged.adapter_bytes,
         size - job.plan.bytes_written + outcome.bytes_written,
         size,
     )

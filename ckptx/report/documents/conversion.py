@@ -1,4 +1,4 @@
-"""Report of `convert` and `reshard`."""
+"""Report of `convert`, `reshard` and `merge`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptx.report.report import OPTIONAL, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ConversionReport(Report):
-    """Report of `convert` and `reshard`.
+    """Report of `convert`, `reshard` and `merge`.
 
     Attributes:
         parameters: Number of parameters: elements of the model's tensors, each tensor counted once.
@@ -43,6 +43,11 @@ class ConversionReport(Report):
         quantized: With `--quantize base`, `schemes` as in `dequantized`; `unchanged`, the number of weights that are
             equal to the dequantized base, whose bytes were copied; and `encoded`, the names of the weights that were
             quantized again. Weights that an earlier, interrupted run or another process wrote are in `schemes` only.
+        adapters: For `merge`, each adapter in order: `path`, `factor`, `ranks`, `alphas` and `scalings` of its layers
+            (each value once), `rslora`, `dora`, `modules` (last components of their names), `layers` (number), `replaced`
+            (names of the tensors of the model that it replaces), `base` (model that it was trained on; null if not
+            recorded) and `bytes` of its tensors.
+        merged_weights: For `merge`, number of tensors to which layers of adapters were added.
         dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
             `--dtype base` did not cast (see `base_dtypes`).
         base_dtypes: Result of `--dtype base`: number of tensors that are `matching` the dtype of the base, and names of
@@ -81,6 +86,7 @@ class ConversionReport(Report):
         "convert dcp2hf",
         "convert to-megatron",
         "reshard",
+        "merge",
     )
 
     format: str = ""
@@ -96,6 +102,8 @@ class ConversionReport(Report):
     unknown_tensors: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     dequantized: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     quantized: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    adapters: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    merged_weights: int | None = field(default=None, metadata=OPTIONAL)
     dtype_unchanged: Sequence[str] | None = field(default=None, metadata=OPTIONAL)
     base_dtypes: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     overflows: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)

@@ -1,0 +1,153 @@
+"""What one or more adapters change in a model: layers that are added to weights, and tensors that replace others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptx.adapters.adapter import Adapter, LoraLayer
+from ckptx.adapters.merged_weights import AdapterFiles, Addition, MergedWeight, ReplacedTensor, ThreadCache
+from ckptx.adapters.weight_names import WeightNames
+from ckptx.catalog.entry import TensorEntry
+from ckptx.errors import InputError, UnsupportedError
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class Changes:
+    """Changes to the tensors of a model, by name in `WeightNames.tensors`.
+
+    Attributes:
+        additions: Name of a weight -> layers that are added to it.
+        bias_additions: Name of a bias -> layers whose `bias` is added to it.
+        replaced: Name of a tensor -> tensor of an adapter that replaces it, and the files of the adapter.
+    """
+
+    def __init__(self, weights: WeightNames) -> None:
+        """Start without changes; `weights` has the tensors of the model."""
+        self._weights = weights
+        self.additions: dict[str, list[Addition]] = {}
+        self.bias_additions: dict[str, list[Addition]] = {}
+        self.replaced: dict[str, tuple[TensorEntry, AdapterFiles]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all tensors that change."""
+        return list(dict.fromkeys((*self.additions, *self.bias_additions, *self.replaced)))
+
+    def add(self, adapter: Adapter, files: AdapterFiles, factor: float) -> None:
+        """Add the changes of one adapter.
+
+        Args:
+            adapter: The adapter.
+            files: Its files.
+            factor: Factor of its layers, in addition to their scaling.
+
+        Raises:
+            InputError: It does not fit the model.
+            UnsupportedError: A weight is quantized or stored in another form, or the adapter cannot be combined with the
+                ones before.
+        """
+        location = str(adapter.catalog.location)
+        if factor != 1 and adapter.replaced:
+            raise UnsupportedError(
+                f'{location}: a factor of {factor:g} applies to its layers only, and it also replaces "'
+                f'{next(iter(adapter.replaced))}" (modules_to_save or biases); merge it with a factor of 1'
+            )
+        for layer in adapter.layers.values():
+            self._add_layer(adapter, layer, files, factor)
+        for model_name, entry in adapter.replaced.items():
+            name = self._weights.find(model_name, location)
+            weight = self._weights.tensors[name]
+            if weight.shape != entry.shape:
+                raise InputError(
+                    f'{location}: tensor "{entry.name}" has shape {list(entry.shape)}, but "{weight.name}" in '
+                    f"{self._weights.view.catalog.location} has {list(weight.shape)}; pass the model that the adapter "
+                    "was trained on (a vocabulary that grew in training is not supported)"
+                )
+            self._check_dtype(weight, location)
+            if name in self.replaced:
+                raise UnsupportedError(
+                    f'{location}: replaces "{model_name}", which another adapter replaces as well; merge one of them'
+                )
+            self.replaced[name] = entry, files
+        self._check_combinations(location)
+
+    def _add_layer(self, adapter: Adapter, layer: LoraLayer, files: AdapterFiles, factor: float) -> None:
+        location = str(adapter.catalog.location)
+        name = self._weights.find(f"{layer.module}.weight", location)
+        weight = self._weights.tensors[name]
+        self._check_dtype(weight, location)
+        is_transposed = self._weights.is_transposed(
+            layer, weight, location, fan_in_fan_out=adapter.config.fan_in_fan_out
+        )
+        addition = Addition(layer, files, factor, is_transposed)
+        self.additions.setdefault(name, []).append(addition)
+        if layer.bias is None:
+            return
+        bias_name = self._weights.find(f"{layer.module}.bias", location)
+        bias = self._weights.tensors[bias_name]
+        self._check_dtype(bias, location)
+        if bias.shape != (layer.bias.numel,):
+            raise InputError(
+                f'{location}: tensor "{layer.bias.name}" has shape {list(layer.bias.shape)}, but "{bias.name}" in '
+                f"{self._weights.view.catalog.location} has {list(bias.shape)}; pass the model that the adapter was "
+                "trained on"
+            )
+        self.bias_additions.setdefault(bias_name, []).append(addition)
+
+    def _check_dtype(self, weight: TensorEntry, location: str) -> None:
+        """Refuse a weight that is quantized or has integers.
+
+        Raises:
+            UnsupportedError: It is.
+        """
+        if weight.dtype.name not in _FLOATS:
+            raise UnsupportedError(
+                f'{location}: changes "{weight.name}", which is stored as {weight.dtype.name} in '
+                f"{self._weights.view.catalog.location}; an adapter is added to weights in floating point, pass "
+                "--dequantize if the model is quantized"
+            )
+
+    def _check_combinations(self, location: str) -> None:
+        """Refuse changes of one weight that cannot be combined.
+
+        Raises:
+            UnsupportedError: A weight is replaced and has layers, or has several layers, one of them of DoRA.
+        """
+        for name, additions in self.additions.items():
+            if len(additions) > 1 and any(each.layer.magnitude is not None for each in additions):
+                raise UnsupportedError(
+                    f'{location}: "{name}" has an adapter with DoRA and a second one, and DoRA normalizes their sum; '
+                    "merge the first, then the second"
+                )
+        for name in self.replaced:
+            if name in self.additions or name in self.bias_additions:
+                raise UnsupportedError(
+                    f'{location}: "{name}" is replaced by one tensor (modules_to_save or a trained bias) and changed by '
+                    "another; merge one adapter, then the other"
+                )
+
+    def share(self, name: str, other: str) -> None:
+        """Change `other`, the second name of a tied weight, in the same way as `name`."""
+        changes: dict[str, Any]
+        for changes in (self.additions, self.bias_additions, self.replaced):
+            changes.pop(other, None)
+            if name in changes:
+                changes[other] = changes[name]
+
+    def computed(self, tensors: Mapping[str, TensorEntry]) -> dict[str, MergedWeight | ReplacedTensor]:
+        """Return the computed file of each tensor that changes, by its name.
+
+        Args:
+            tensors: Tensors of the model by name; every chunk is located.
+        """
+        cache = ThreadCache()
+        computed: dict[str, MergedWeight | ReplacedTensor] = {}
+        for name, additions in self.additions.items():
+            computed[name] = MergedWeight(tensors[name], additions, cache)
+        for name, additions in self.bias_additions.items():
+            computed[name] = MergedWeight(tensors[name], additions, cache, adds_biases=True)
+        for name, (entry, files) in self.replaced.items():
+            computed[name] = ReplacedTensor(tensors[name], entry, files)
+        return computed

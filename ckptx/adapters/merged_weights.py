@@ -1,0 +1,332 @@
+"""Weights with an adapter added, computed when their bytes are read.
+
+    merged = W + s B A                                LoRA
+    merged = m / |W + s B A| * (W + s B A)            DoRA, with the norm of each output row and its magnitude m
+
+The sum is computed in float32 (in float64 for a float32 weight) and rounded once to the dtype of the weight. A weight is
+computed in blocks of rows whose size depends on its shape alone. So its bytes do not depend on the order of reads, on
+the layout of the output or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptx.adapters.adapter import LoraLayer
+from ckptx.catalog.dtype import DType
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, full_region
+from ckptx.errors import InputError
+from ckptx.quantization.dequantize import read_region, stored_to_float32
+from ckptx.storage.interface import SourceFiles
+from ckptx.transfer.cast import round_to_bf16
+from ckptx.transfer.stream import TensorReader
+
+_BLOCK_NUMEL = 1 << 20  # elements of a block, at least one row
+_READER_NBYTES = 16 << 20  # memory limit for strided reads of the adapter, per thread
+
+
+class AdapterFiles:
+    """Open files of one adapter, with a reader for each thread.
+
+    Attributes:
+        reader: Reader of the calling thread.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        """Store the files; they must stay open."""
+        self.files = files
+        self._local = threading.local()
+
+    @property
+    def reader(self) -> TensorReader:
+        reader: TensorReader | None = getattr(self._local, "reader", None)
+        if reader is None:
+            reader = self._local.reader = TensorReader(self.files, _READER_NBYTES)
+        return reader
+
+
+class ThreadCache(threading.local):
+    """What one thread keeps of the weight that it computed last, so that memory does not grow with their number.
+
+    Attributes:
+        owner: Weight that the rest belongs to; None at first.
+        block_index: Index of the block; None before the first.
+        block: Bytes of the block.
+        right: Position of an addition -> its right factor.
+    """
+
+    def __init__(self) -> None:
+        self.owner: object = None
+        self.block_index: int | None = None
+        self.block = memoryview(b"")
+        self.right: dict[int, Any] = {}
+
+    def start(self, owner: object) -> None:
+        """Drop what belongs to another weight."""
+        if self.owner is not owner:
+            self.owner, self.block_index, self.block, self.right = owner, None, memoryview(b""), {}
+
+
+class Addition(NamedTuple):
+    """One layer of an adapter that is added to a weight.
+
+    Attributes:
+        layer: The layer.
+        files: Files of its adapter.
+        factor: Factor in addition to the scaling of the layer.
+        is_transposed: True if the weight is stored as [in, out], the transpose of `B A`; always for an embedding.
+    """
+
+    layer: LoraLayer
+    files: AdapterFiles
+    factor: float
+    is_transposed: bool
+
+
+class MergedWeight:
+    """A weight with the layers of one or more adapters added; see `ComputedFile`.
+
+    Attributes:
+        base: Weight of the base.
+        nbytes: Size in bytes, that of the weight.
+    """
+
+    def __init__(
+        self, base: TensorEntry, additions: Sequence[Addition], cache: ThreadCache, *, adds_biases: bool = False
+    ) -> None:
+        """Store weight and layers.
+
+        Args:
+            base: Weight of the base, with plain float elements and located chunks.
+            additions: Layers to add, at least one. A layer of DoRA is the only one.
+            cache: Cache that all weights of a run share.
+            adds_biases: True if `base` is the bias of the layers, to which their `bias` is added.
+        """
+        self.base, self.nbytes = base, base.nbytes
+        self._additions, self._adds_biases, self._cache = additions, adds_biases, cache
+        self._rows = base.shape[0] if base.shape else 1
+        self._columns = prod(base.shape[1:])
+        self._block_rows = max(1, min(self._rows, _BLOCK_NUMEL // max(1, self._columns)))
+        self._compute_dtype: Any = np.float64 if base.dtype.name in ("F32", "F64") else np.float32
+        self._norm_lock = threading.Lock()
+        self._column_factors: Any = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Return the entry of the merged weight, with the name of the weight."""
+        chunk = Chunk(full_region(self.base.shape), self.file_name, 0, self.nbytes)
+        return TensorEntry(self.base.name, self.base.dtype, self.base.shape, (chunk,))
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of the computed file."""
+        return f"{self.base.name} with adapters"
+
+    def stored_files(self) -> set[str]:
+        """Return the names of the files of the base with the weight."""
+        return {chunk.file for chunk in self.base.chunks}
+
+    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
+        """Return the span of the weight in the base for a range; empty if it has several chunks."""
+        chunks = self.base.chunks
+        if len(chunks) != 1 or chunks[0].strides is not None or chunks[0].is_archive:
+            return []
+        return [(chunks[0].file, chunks[0].offset + offset, nbytes)]
+
+    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
+        """Fill `view` with merged bytes, row-major.
+
+        Args:
+            reader: Reader of the base.
+            offset: First byte.
+            view: Bytes to fill; `offset + len(view)` is at most `nbytes`.
+
+        Raises:
+            InputError: A file cannot be read, or a merged value is out of range.
+        """
+        block_nbytes = self.base.dtype.nbytes(self._block_rows * self._columns)
+        position, end = offset, offset + len(view)
+        while position < end:
+            index, skipped = divmod(position, block_nbytes)
+            block = self._block(reader, index)
+            count = min(len(block) - skipped, end - position)
+            view[position - offset : position - offset + count] = block[skipped : skipped + count]
+            position += count
+
+    def _block(self, reader: TensorReader, index: int) -> memoryview:
+        """Return the bytes of a block of rows; the last one of each thread is kept."""
+        self._cache.start(self)
+        if self._cache.block_index == index:
+            return self._cache.block
+        first = index * self._block_rows
+        count = min(self._block_rows, self._rows - first)
+        values = self._sum(reader, first, count)
+        layer = self._additions[0].layer
+        if layer.magnitude is not None and not self._adds_biases:
+            if self._additions[0].is_transposed:
+                values *= self._factors_of_columns(reader)
+            else:
+                norms = np.linalg.norm(values, axis=1)
+                values *= self._factors(self._magnitude()[first : first + count], norms)[:, None]
+        block = _stored_bytes(values, self.base)
+        self._cache.block_index, self._cache.block = index, block
+        return block
+
+    def _sum(self, reader: TensorReader, first: int, count: int) -> Any:
+        """Return rows of the weight with all layers added, of shape (count, columns)."""
+        values = _read_rows(reader, self.base, first, count, self._compute_dtype).reshape(count, self._columns)
+        for position, addition in enumerate(self._additions):
+            layer, files = addition.layer, addition.files
+            scaling = self._compute_dtype(layer.scaling * addition.factor)
+            if self._adds_biases:
+                assert layer.bias is not None
+                delta = _read_rows(files.reader, layer.bias, first, count, self._compute_dtype).reshape(count, 1)
+            else:
+                delta = self._left_rows(addition, first, count) @ self._right(position, addition)
+            delta *= scaling
+            values += delta
+        return values
+
+    def _left_rows(self, addition: Addition, first: int, count: int) -> Any:
+        """Return rows of the left factor, of shape (count, rank): of B, or of the transpose of A."""
+        layer, reader = addition.layer, addition.files.reader
+        if not addition.is_transposed:
+            return _read_rows(reader, layer.b, first, count, self._compute_dtype).reshape(count, layer.rank)
+        region = Region((0, first), (layer.rank, count))
+        data = read_region(reader, layer.a, region)
+        return _to_float(data, layer.a.dtype, self._compute_dtype).reshape(layer.rank, count).T
+
+    def _right(self, position: int, addition: Addition) -> Any:
+        """Return the right factor, of shape (rank, columns): A, or the transpose of B; kept by each thread."""
+        cached = self._cache.right
+        if position not in cached:
+            layer = addition.layer
+            entry = layer.b if addition.is_transposed else layer.a
+            data = read_region(addition.files.reader, entry, full_region(entry.shape))
+            values = _to_float(data, entry.dtype, self._compute_dtype)
+            cached[position] = (
+                values.reshape(self._columns, layer.rank).T
+                if addition.is_transposed
+                else values.reshape(layer.rank, self._columns)
+            )
+        return cached[position]
+
+    def _magnitude(self) -> Any:
+        """Return the norms that DoRA trained, of shape (out,)."""
+        (addition,) = self._additions
+        entry = addition.layer.magnitude
+        assert entry is not None
+        data = read_region(addition.files.reader, entry, full_region(entry.shape))
+        return _to_float(data, entry.dtype, self._compute_dtype).reshape(-1)
+
+    def _factors_of_columns(self, reader: TensorReader) -> Any:
+        """Return the factor of each column of a transposed weight under DoRA, of shape (columns,).
+
+        The norms of columns need all rows, which are read once more for this.
+        """
+        with self._norm_lock:
+            if self._column_factors is None:
+                squares = np.zeros(self._columns, np.float64)
+                for first in range(0, self._rows, self._block_rows):
+                    values = self._sum(reader, first, min(self._block_rows, self._rows - first))
+                    squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
+                norms = np.sqrt(squares).astype(self._compute_dtype)
+                self._column_factors = self._factors(self._magnitude(), norms)
+            return self._column_factors
+
+    def _factors(self, magnitude: Any, norms: Any) -> Any:
+        if not norms.all():
+            raise InputError(
+                f'tensor "{self.base.name}": a row of weight and adapter together is zero, and DoRA divides by its '
+                "norm; the adapter is damaged, or belongs to another model"
+            )
+        return magnitude / norms
+
+
+class ReplacedTensor:
+    """A tensor of an adapter in place of one of the base; see `ComputedFile`."""
+
+    def __init__(self, base: TensorEntry, entry: TensorEntry, files: AdapterFiles) -> None:
+        """Store both tensors.
+
+        Args:
+            base: Tensor of the base, of the same shape.
+            entry: Tensor of the adapter.
+            files: Files of the adapter.
+        """
+        self.base, self._entry, self._files = base, entry, files
+        self.nbytes = base.nbytes
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Return the entry of the tensor, with name and dtype of the one in the base."""
+        chunk = Chunk(full_region(self.base.shape), self.file_name, 0, self.nbytes)
+        return TensorEntry(self.base.name, self.base.dtype, self.base.shape, (chunk,))
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of the computed file."""
+        return f"{self.base.name} of an adapter"
+
+    def stored_files(self) -> set[str]:
+        """Return an empty set: no file of the base is read."""
+        return set()
+
+    def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
+        """Return an empty list."""
+        return []
+
+    def read(self, reader: TensorReader, offset: int, view: memoryview) -> None:
+        """Fill `view` with bytes of the tensor in the dtype of the base; see `ComputedFile.read`.
+
+        Raises:
+            InputError: A file cannot be read, or a value is out of range.
+        """
+        columns = prod(self.base.shape[1:])
+        row_nbytes = max(1, self.base.dtype.nbytes(columns))
+        first, last = offset // row_nbytes, -(-(offset + len(view)) // row_nbytes)
+        values = _read_rows(self._files.reader, self._entry, first, last - first, np.float64)
+        block = _stored_bytes(values, self.base)
+        skipped = offset - first * row_nbytes
+        view[:] = block[skipped : skipped + len(view)]
+
+
+def _read_rows(reader: TensorReader, entry: TensorEntry, first: int, count: int, dtype: Any) -> Any:
+    """Return rows of a tensor, indices of its first dim, as floats of shape (number of elements,)."""
+    if not entry.shape:
+        return _to_float(read_region(reader, entry, full_region(())), entry.dtype, dtype)
+    region = Region((first, *(0 for _ in entry.shape[1:])), (count, *entry.shape[1:]))
+    return _to_float(read_region(reader, entry, region), entry.dtype, dtype)
+
+
+def _to_float(data: Any, stored: DType, dtype: Any) -> Any:
+    values = data.view("<f8") if stored.name == "F64" else stored_to_float32(data, stored)
+    return values.astype(dtype)
+
+
+def _stored_bytes(values: Any, entry: TensorEntry) -> memoryview:
+    """Return values rounded to the dtype of a tensor.
+
+    Raises:
+        InputError: A value is NaN, infinite, or out of range for the dtype.
+    """
+    with np.errstate(over="ignore"):
+        name = entry.dtype.name
+        if name == "BF16":
+            result = round_to_bf16(np.ascontiguousarray(values, np.float32))
+            is_finite = (result & 0x7F80) != 0x7F80
+        else:
+            result = np.ascontiguousarray(values, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[name])
+            is_finite = np.isfinite(result)
+    if not is_finite.all():
+        raise InputError(
+            f'tensor "{entry.name}": weight and adapter together give a value that is NaN or out of range for {name}; '
+            "the adapter is damaged, or belongs to another model"
+        )
+    return memoryview(result.view(np.uint8).reshape(-1))

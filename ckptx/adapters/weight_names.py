@@ -1,0 +1,120 @@
+"""Names under which an adapter may know the tensors of a model, and the weight that each of its layers changes.
+
+An adapter has the names of the modules of the class in transformers. A checkpoint may have others: those of the files on
+the Hub, with or without the name of the base model in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptx.adapters.adapter import LoraLayer
+from ckptx.catalog.entry import TensorEntry
+from ckptx.errors import CkptxError, InputError, UnsupportedError
+from ckptx.mapping.names import pattern_of
+from ckptx.model_view.view import ModelView, rules_of
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Names of the tensors of a model.
+
+    Attributes:
+        view: Model.
+        tensors: Tensor by name in the view, and under second names of tied weights that the checkpoint does not store.
+        names: Name in the class, or on the Hub -> name in `tensors`, for tensors with the same elements in both.
+        parts: Name in the class of a tensor that the checkpoint stores in another form -> the names in `tensors` that it
+            is made of.
+    """
+
+    view: ModelView
+    tensors: Mapping[str, TensorEntry]
+    names: Mapping[str, str]
+    parts: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, view: ModelView, tensors: Mapping[str, TensorEntry]) -> WeightNames:
+        """Find the names of `tensors`, see the attributes."""
+        names = {name: name for name in tensors}
+        parts: dict[str, tuple[str, ...]] = {}
+        rules = rules_of(view)
+        if rules is not None:
+            try:
+                renamed = rules.to_model(tensors)
+            except CkptxError:  # tensors are missing, or have no model names: their own names remain
+                return cls(view, tensors, names, parts)
+            for name, sources in renamed.sources.items():
+                entry, source = renamed.tensors[name], tensors[sources[0]]
+                if len(sources) == 1 and entry.shape == source.shape and entry.chunks == source.chunks:
+                    names.setdefault(name, sources[0])
+                else:
+                    parts[name] = sources
+        return cls(view, tensors, names, parts)
+
+    def find(self, name: str, adapter: str) -> str:
+        """Return the name in `tensors` of a tensor that an adapter names.
+
+        Args:
+            name: Name in the adapter, without "base_model.model.".
+            adapter: Location of the adapter, for error messages.
+
+        Raises:
+            InputError: The model has no such tensor.
+            UnsupportedError: The checkpoint stores it in another form.
+        """
+        spellings = self._spellings(name)
+        for spelling in spellings:
+            if spelling in self.names:
+                return self.names[spelling]
+        location = self.view.catalog.location
+        for spelling in spellings:
+            if spelling in self.parts:
+                raise UnsupportedError(
+                    f'{adapter}: changes "{name}", which {location} stores as "{self.parts[spelling][0]}" and others, '
+                    "in another order; merge the adapter with PEFT"
+                )
+        raise InputError(
+            f'{adapter}: changes "{name}", which {location} does not have; pass the model that the adapter was '
+            "trained on"
+        )
+
+    def _spellings(self, name: str) -> list[str]:
+        """Return a name as it is, and with the name of the base model added or removed."""
+        architecture = self.view.disk_architecture
+        prefix = f"{architecture.base_prefix}." if architecture is not None and architecture.base_prefix else ""
+        if not prefix:
+            return [name]
+        return [name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name]
+
+    def is_transposed(self, layer: LoraLayer, weight: TensorEntry, adapter: str, *, fan_in_fan_out: bool) -> bool:
+        """Return True if the weight of a layer is stored as [in, out], the transpose of `B A`.
+
+        The shapes decide, and for a square weight the class; if the class is unknown, `fan_in_fan_out`.
+
+        Args:
+            layer: Layer of the adapter.
+            weight: Its weight in the model.
+            adapter: Location of the adapter, for error messages.
+            fan_in_fan_out: Value in the config of the adapter.
+
+        Raises:
+            InputError: The shapes do not fit.
+        """
+        plain_shape = (layer.b.shape[0], *layer.a.shape[1:])
+        transposed_shape = plain_shape[::-1]
+        is_plain = weight.shape == plain_shape and not layer.is_embedding
+        is_transposed = weight.shape == transposed_shape and len(weight.shape) == 2
+        if not is_plain and not is_transposed:
+            required = transposed_shape if layer.is_embedding else plain_shape
+            raise InputError(
+                f'{adapter}: layer "{layer.module}" is for a weight of shape {list(required)}, but "{weight.name}" in '
+                f"{self.view.catalog.location} has {list(weight.shape)}; pass the model that the adapter was trained on"
+            )
+        if not (is_plain and is_transposed):
+            return is_transposed
+        architecture = self.view.disk_architecture
+        if architecture is None or architecture.is_unknown_class:
+            return fan_in_fan_out
+        patterns = {pattern_of(spelling) for spelling in self._spellings(layer.module)}
+        return not patterns.isdisjoint(architecture.structure.transposed)

@@ -1,0 +1,36 @@
+"""`ckptx merge`."""
+
+from __future__ import annotations
+
+from ckptx.cli.command import CommandCall, define_command
+from ckptx.cli.output import Output
+
+
+@define_command(
+    "merge",
+    examples=[
+        "ckptx merge MODEL ADAPTER MODEL-merged",
+        "ckptx merge MODEL ADAPTER MODEL-tp4-pp2 --tp 4 --pp 2",
+        "ckptx merge org/name org/adapter NAME-merged --add style-adapter:0.5",
+        "ckptx merge MODEL-fp8 ADAPTER MODEL-merged --dequantize",
+    ],
+)
+def command(call: CommandCall) -> int:
+    """Merge LoRA adapters of PEFT into a model: add scaling x B x A to each weight that they change.
+
+    rsLoRA, DoRA, rank and alpha patterns, embeddings, Conv1D layers, biases and modules_to_save are supported. The sum
+    is computed in float32 and rounded once to the dtype of the weight, as PEFT does with an adapter that it loads by
+    default. Tensors without an adapter are copied byte for byte.
+
+    The output is a whole model in HF safetensors, or, with a mesh, a DCP or sharded safetensors as those of reshard.
+    """
+    from ckptx.api.merge import merge
+    from ckptx.report.text import conversion_text
+
+    output = Output(call.output)
+    return output.run(
+        call.name,
+        lambda log: merge(**call.values, log=log, on_progress=output.progress, report_file=output.report_file),
+        conversion_text,
+        target=call.values.get("dst"),
+    )
