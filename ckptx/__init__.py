@@ -1,8 +1,8 @@
 """ckptx: convert and reshard checkpoints of large language models, and verify the result.
 
-The functions `convert`, `diff`, `forecast`, `inspect`, `merge`, `reshard`, `robustness` and `verify` are the commands of
-the command line: their parameters are named like the options, they raise a subclass of `ckptx.errors.CkptxError` for each
-exit code from 2 to 7, and they return the report that `--json` prints. `open_checkpoint` returns the catalog of a
+The functions `convert`, `diff`, `forecast`, `inspect`, `merge`, `reshard`, `robustness` and `verify` are the commands
+of the command line: their parameters are named like the options, they raise a subclass of `ckptx.errors.CkptxError` for
+each exit code from 2 to 7, and they return the report that `--json` prints. `open_checkpoint` returns the catalog of a
 checkpoint: names, dtypes, shapes and file positions of its tensors.
 """
 

@@ -98,8 +98,8 @@ def open_adapter(catalog: Catalog) -> Adapter:
         catalog: Catalog in the format "peft".
 
     Raises:
-        InputError: The config is damaged, a tensor is missing or has a shape that does not fit the others or the config,
-            or two tensors have one name in the model.
+        InputError: The config is damaged, a tensor is missing or has a shape that does not fit the others or the
+            config, or two tensors have one name in the model.
         UnsupportedError: The adapter is of a kind that ckptx does not read, or has tensors that it does not know.
     """
     return group_tensors(catalog, read_adapter_config(catalog.source))
@@ -142,9 +142,7 @@ def group_tensors(catalog: Catalog, config: AdapterConfig) -> Adapter:
             )
     if len(names) > 1:
         listed = ", ".join(sorted(f'"{each}"' for each in names if each is not None))
-        raise InputError(
-            f"{catalog.location}: holds several adapters ({listed}); save one adapter into each directory"
-        )
+        raise InputError(f"{catalog.location}: holds several adapters ({listed}); save one adapter into each directory")
     layers = {module: _make_layer(catalog, config, module, found) for module, found in parts.items()}
     if not layers and not replaced:
         raise InputError(f"{catalog.location}: has no tensors; save the adapter again")

@@ -45,8 +45,8 @@ class Changes:
 
         Raises:
             InputError: It does not fit the model.
-            UnsupportedError: A weight is quantized or stored in another form, or the adapter cannot be combined with the
-                ones before.
+            UnsupportedError: A weight is quantized or stored in another form, or the adapter cannot be combined with
+                the ones before.
         """
         location = str(adapter.catalog.location)
         if factor != 1 and adapter.replaced:
@@ -121,17 +121,18 @@ class Changes:
                     f'{location}: "{name}" has an adapter with DoRA and a second one, and DoRA normalizes their sum; '
                     "merge the first, then the second"
                 )
-        for name in self.replaced:
-            if name in self.additions or name in self.bias_additions:
+        for name, (_, files) in self.replaced.items():
+            others = (*self.additions.get(name, ()), *self.bias_additions.get(name, ()))
+            if any(each.files is not files for each in others):
                 raise UnsupportedError(
-                    f'{location}: "{name}" is replaced by one tensor (modules_to_save or a trained bias) and changed by '
-                    "another; merge one adapter, then the other"
+                    f'{location}: "{name}" is replaced by one adapter and changed by another; merge the first, then '
+                    "the second"
                 )
 
     def share(self, name: str, other: str) -> None:
         """Change `other`, the second name of a tied weight, in the same way as `name`."""
-        changes: dict[str, Any]
-        for changes in (self.additions, self.bias_additions, self.replaced):
+        maps: tuple[dict[str, Any], ...] = (self.additions, self.bias_additions, self.replaced)
+        for changes in maps:
             changes.pop(other, None)
             if name in changes:
                 changes[other] = changes[name]
@@ -145,9 +146,12 @@ class Changes:
         cache = ThreadCache()
         computed: dict[str, MergedWeight | ReplacedTensor] = {}
         for name, additions in self.additions.items():
-            computed[name] = MergedWeight(tensors[name], additions, cache)
+            computed[name] = MergedWeight(tensors[name], additions, cache, replacement=self.replaced.get(name))
         for name, additions in self.bias_additions.items():
-            computed[name] = MergedWeight(tensors[name], additions, cache, adds_biases=True)
+            computed[name] = MergedWeight(
+                tensors[name], additions, cache, adds_biases=True, replacement=self.replaced.get(name)
+            )
         for name, (entry, files) in self.replaced.items():
-            computed[name] = ReplacedTensor(tensors[name], entry, files)
+            if name not in computed:
+                computed[name] = ReplacedTensor(tensors[name], entry, files)
         return computed

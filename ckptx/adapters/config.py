@@ -79,11 +79,11 @@ class AdapterConfig:
 
     def layer_rank(self, module: str) -> int:
         """Return the rank of the layer with this module name."""
-        return _match(self.rank_pattern, module, self.rank)
+        return int(_match(self.rank_pattern, module, self.rank))
 
     def layer_alpha(self, module: str) -> float:
         """Return the alpha of the layer with this module name."""
-        return _match(self.alpha_pattern, module, self.alpha)
+        return float(_match(self.alpha_pattern, module, self.alpha))
 
     def scaling(self, module: str) -> float:
         """Return the factor of `B A` in the layer with this module name."""

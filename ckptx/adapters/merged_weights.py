@@ -3,9 +3,9 @@
     merged = W + s B A                                LoRA
     merged = m / |W + s B A| * (W + s B A)            DoRA, with the norm of each output row and its magnitude m
 
-The sum is computed in float32 (in float64 for a float32 weight) and rounded once to the dtype of the weight. A weight is
-computed in blocks of rows whose size depends on its shape alone. So its bytes do not depend on the order of reads, on
-the layout of the output or on the number of threads.
+The sum is computed in float32 (in float64 for a float32 weight) and rounded once to the dtype of the weight. A weight
+is computed in blocks of rows whose size depends on its shape alone. So its bytes do not depend on the order of reads,
+on the layout of the output or on the number of threads.
 """
 
 from __future__ import annotations
@@ -98,7 +98,13 @@ class MergedWeight:
     """
 
     def __init__(
-        self, base: TensorEntry, additions: Sequence[Addition], cache: ThreadCache, *, adds_biases: bool = False
+        self,
+        base: TensorEntry,
+        additions: Sequence[Addition],
+        cache: ThreadCache,
+        *,
+        adds_biases: bool = False,
+        replacement: tuple[TensorEntry, AdapterFiles] | None = None,
     ) -> None:
         """Store weight and layers.
 
@@ -107,7 +113,10 @@ class MergedWeight:
             additions: Layers to add, at least one. A layer of DoRA is the only one.
             cache: Cache that all weights of a run share.
             adds_biases: True if `base` is the bias of the layers, to which their `bias` is added.
+            replacement: Tensor of the adapter to which the layers are added instead of `base`, and its files; None for
+                `base` itself.
         """
+        self._replacement = replacement
         self.base, self.nbytes = base, base.nbytes
         self._additions, self._adds_biases, self._cache = additions, adds_biases, cache
         self._rows = base.shape[0] if base.shape else 1
@@ -129,13 +138,13 @@ class MergedWeight:
         return f"{self.base.name} with adapters"
 
     def stored_files(self) -> set[str]:
-        """Return the names of the files of the base with the weight."""
-        return {chunk.file for chunk in self.base.chunks}
+        """Return the names of the files of the base with the weight; empty if the adapter replaces it."""
+        return set() if self._replacement is not None else {chunk.file for chunk in self.base.chunks}
 
     def stored_spans(self, offset: int, nbytes: int) -> list[tuple[str, int, int]]:
         """Return the span of the weight in the base for a range; empty if it has several chunks."""
         chunks = self.base.chunks
-        if len(chunks) != 1 or chunks[0].strides is not None or chunks[0].is_archive:
+        if self._replacement is not None or len(chunks) != 1 or chunks[0].strides is not None or chunks[0].is_archive:
             return []
         return [(chunks[0].file, chunks[0].offset + offset, nbytes)]
 
@@ -180,7 +189,7 @@ class MergedWeight:
 
     def _sum(self, reader: TensorReader, first: int, count: int) -> Any:
         """Return rows of the weight with all layers added, of shape (count, columns)."""
-        values = _read_rows(reader, self.base, first, count, self._compute_dtype).reshape(count, self._columns)
+        values = self._base_rows(reader, first, count).reshape(count, self._columns)
         for position, addition in enumerate(self._additions):
             layer, files = addition.layer, addition.files
             scaling = self._compute_dtype(layer.scaling * addition.factor)
@@ -192,6 +201,15 @@ class MergedWeight:
             delta *= scaling
             values += delta
         return values
+
+    def _base_rows(self, reader: TensorReader, first: int, count: int) -> Any:
+        """Return rows of the weight without layers; those of a replacement are rounded to the dtype of the weight."""
+        if self._replacement is None:
+            return _read_rows(reader, self.base, first, count, self._compute_dtype)
+        entry, files = self._replacement
+        values = _read_rows(files.reader, entry, first, count, np.float64)
+        rounded = np.frombuffer(_stored_bytes(values, self.base), np.uint8)
+        return _to_float(rounded, self.base.dtype, self._compute_dtype)
 
     def _left_rows(self, addition: Addition, first: int, count: int) -> Any:
         """Return rows of the left factor, of shape (count, rank): of B, or of the transpose of A."""

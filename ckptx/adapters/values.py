@@ -44,10 +44,11 @@ def check_values(adapter: Adapter, files: SourceFiles) -> list[str]:
             f"{adapter.catalog.location}: B is zero in every layer, so that the adapter changes nothing; it was saved "
             "before training or incompletely, save it again"
         )
-    return [
+    note = (
         f"{adapter.catalog.location}: B is zero in {counted(len(zero), 'layer')} of {len(adapter.layers):,}, which "
         f"change nothing: {first_of(zero)}"
-    ]
+    )
+    return [note]
 
 
 def _is_nonzero(reader: TensorReader, entry: TensorEntry, adapter: Adapter) -> bool:

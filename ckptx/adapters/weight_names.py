@@ -1,7 +1,7 @@
 """Names under which an adapter may know the tensors of a model, and the weight that each of its layers changes.
 
-An adapter has the names of the modules of the class in transformers. A checkpoint may have others: those of the files on
-the Hub, with or without the name of the base model in front.
+An adapter has the names of the modules of the class in transformers. A checkpoint may have others: those of the files
+on the Hub, with or without the name of the base model in front.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class WeightNames:
         view: Model.
         tensors: Tensor by name in the view, and under second names of tied weights that the checkpoint does not store.
         names: Name in the class, or on the Hub -> name in `tensors`, for tensors with the same elements in both.
-        parts: Name in the class of a tensor that the checkpoint stores in another form -> the names in `tensors` that it
-            is made of.
+        parts: Name in the class of a tensor that the checkpoint stores in another form -> the names in `tensors` that
+            it is made of.
     """
 
     view: ModelView

@@ -87,6 +87,7 @@ def inspect(options: InspectOptions) -> InspectionReport:
         config_check=match_config_with_notes(checked, log.notes),
         groups=_group_sizes(view),
         quantization=quantization,
+        adapter=_inspect_adapter(checkpoint, log),
         selected_tensors=[_selected_tensor(catalog, name) for name in names] if is_listed else None,
     )
     if ranks or html is not None:
@@ -119,6 +120,22 @@ def _inspect_quantization(
         "dequantized_bytes": decoded.nbytes,
     }
     return view, quantization
+
+
+def _inspect_adapter(checkpoint: Catalog, log: Log) -> dict[str, Any] | None:
+    """Return the entry `adapter` of the report; None for a model.
+
+    It is None, too, for an adapter that ckptx cannot merge, and a note says why.
+    """
+    if not checkpoint.traits.is_adapter:
+        return None
+    from ckptx.adapters.adapter import describe_adapter, open_adapter
+
+    try:
+        return describe_adapter(open_adapter(checkpoint))
+    except (InputError, UnsupportedError) as error:
+        log.note(str(error))
+        return None
 
 
 def _view_under_disk_names(checkpoint: Catalog, log: Log) -> ModelView | None:

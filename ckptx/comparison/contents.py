@@ -12,6 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
+from ckptx.comparison.adapters import compare_adapter_settings
 from ckptx.comparison.configs import ABSENT, ConfigDifference, compare_configs
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
@@ -68,6 +69,7 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         for path in (options.reference, options.checkpoint)
     )
     opened = with_common_names(open_checkpoint(reference), open_checkpoint(checkpoint))
+    setting_differences = compare_adapter_settings(*opened)
     if options.dequantize:
         opened = _dequantize_both(*opened, dtype)
     first, second = view_both(
@@ -104,6 +106,7 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         reset_counts(files_a, files_b)
         differences += comparison.run(options.threads, options.on_progress)
         bytes_read = stored_bytes_read(comparison.bytes_read, files_a, files_b)
+    differences += setting_differences
     if comparison.records_without_crc:
         records = counted(comparison.records_without_crc, "archive record")
         log.note(f"{records} without a CRC-32: their bytes could not be checked")
@@ -128,7 +131,7 @@ def verify_bytes(options: VerifyOptions, *, with_state: bool = True) -> VerifyRe
         notes=list(dict.fromkeys(log.notes)),
         parameters=parameters,
         compared=len(pairs),
-        total=len(pairs) + sum(difference["what"] != "content" for difference in differences),
+        total=len(pairs) + sum(difference["what"] not in ("content", "setting") for difference in differences),
         not_compared=not_compared,
         config_differences=changed_keys,
         config_mismatches=mismatched_configs,

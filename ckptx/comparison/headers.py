@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
+from ckptx.comparison.adapters import compare_adapter_settings
 from ckptx.comparison.uncompared import count_uncompared, note_on_uncompared
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
@@ -56,6 +57,7 @@ def diff(options: DiffOptions) -> DiffReport:
         for each in (options.a, options.b)
     ]
     opened = with_common_names(*(open_checkpoint(path) for path in paths), needs_bytes=False)
+    setting_differences = compare_adapter_settings(*opened)
     a_view, b_view = view_both(
         *opened, prefix=options.source_prefix_or_none, trust_remote_code=options.trust_remote_code
     )
@@ -76,6 +78,7 @@ def diff(options: DiffOptions) -> DiffReport:
     tied_tensors, untied = _split_by_samples(_find_one_sided_ties(a_common, b_common), a_view, b_view)
     differing_names = {difference["name"] for difference in differences}
     differences += [each for each in untied if each["name"] not in differing_names]
+    differences += setting_differences
     missing_count = sum(difference["what"] == "missing" for difference in differences)
     log.note(*(note_on_unknown_ties(a_view, b_view) if missing_count else ()))
     total = len(a_common.tensors.keys() | b_common.tensors.keys())

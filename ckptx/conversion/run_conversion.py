@@ -1,7 +1,7 @@
 """Every conversion, from the opened source to the published output.
 
-    open -> base -> Megatron's names -> dequantize -> model -> adapters -> ties -> names -> quantize -> dtypes -> combine
-    -> shard -> state -> allocate -> plan -> publish
+    open -> base -> Megatron's names -> dequantize -> model -> adapters -> ties -> names -> quantize -> dtypes ->
+    combine -> shard -> state -> allocate -> plan -> publish
 
 Each step is a function of the results of the steps before it and returns an immutable value, whose notes `log` records
 for the user. Steps in which output formats differ are methods of `output`.
@@ -223,14 +223,16 @@ def _run_steps(
         dropped={
             each["name"]
             for each in (
-                *dequantized.dropped, *model.dropped, *dropped_state.tensors, *training_state.dropped, *dropped_by_merge,
+                *dequantized.dropped,
+                *model.dropped,
+                *dropped_state.tensors,
+                *training_state.dropped,
+                *dropped_by_merge,
             )
         },
         aliases={**target.aliases, **training_state.aliases},
         representatives=ties.representatives,
-        stored_dtype=lambda entry: (
-            quantized.float_dtype(entry) or dequantized.stored_dtype(merged.stored_entry(entry))
-        ),
+        stored_dtype=lambda entry: quantized.float_dtype(entry) or dequantized.stored_dtype(merged.stored_entry(entry)),
     )
 
     def are_source_decisions_unchanged() -> bool:

@@ -47,8 +47,8 @@ UNSUPPORTED_KINDS = (
     ),
     UnsupportedKind(
         r"adapter_config\.json|adapter_.+\.safetensors|adapter_model\..+",
-        "an adapter (LoRA or similar)",
-        "merge it into its base first",
+        "an adapter (LoRA or similar) without both adapter_config.json and adapter_model.safetensors (or .bin)",
+        "save it with PEFT's save_pretrained",
     ),
     UnsupportedKind(
         r"layer_\d+-model_\d+-model_states\.pt",

@@ -130,8 +130,8 @@ def view_model(
     Raises:
         InputError: No tensor has the prefix; there are several complete models, `prefix` is None and `allow_several`
             is not set; or a value in the config is invalid.
-        UnsupportedError: The tensors are an adapter, a name has a component "*", the class cannot be built from the
-            config, or the names are those of a trainer that cannot hold this model.
+        UnsupportedError: Tensors of an adapter are among those of a model, a name has a component "*", the class cannot
+            be built from the config, or the names are those of a trainer that cannot hold this model.
         EnvironmentProblem: The class has to be built, and a package for it is missing.
     """
     _refuse_stars(catalog)
@@ -163,7 +163,8 @@ def view_model(
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
-    refuse_adapters(names_by_pattern, catalog.location)
+    if not catalog.traits.is_adapter:
+        refuse_adapters(names_by_pattern, catalog.location)
     note = architecture_note(disk_architecture)
     if note is not None:
         notes.append(note)

@@ -77,14 +77,16 @@ class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
     tied: Annotated[
         TiedMode,
         TIED._replace(
-            help="Tied weights: alias (two names for one stored tensor; --to dcp only), copy (stored under both names), "
-            "drop (stored under one name), or auto (alias in a DCP, copy in sharded safetensors, one name in HF files). "
-            "A tied weight of which the adapter changes one name only is stored as two tensors."
+            help="Tied weights: alias (two names for one stored tensor; --to dcp only), copy (stored under both "
+            "names), drop (stored under one name), or auto (alias in a DCP, copy in sharded safetensors, one name in "
+            "HF files). A tied weight of which the adapter changes one name only is stored as two tensors."
         ),
     ] = "auto"
     prefix: Annotated[
         str,
-        PREFIX._replace(help="Prefix to add to every tensor name (--to dcp only); not if MODEL is a training checkpoint."),
+        PREFIX._replace(
+            help="Prefix to add to every tensor name (--to dcp only); not if MODEL is a training checkpoint."
+        ),
     ] = ""
     files: Annotated[
         int | None, FILES._replace(help="Number of .distcp files, per rank if sharded (--to dcp only).")

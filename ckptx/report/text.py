@@ -81,7 +81,9 @@ def conversion_text(report: ConversionReport) -> str:
             )
     if report.adapters:
         lines += [_adapter_line(row) for row in report.adapters]
-        lines.append(f"merged: {counted(report.merged_weights or 0, 'tensor')} of {report.ledger['target']['tensors']:,}")
+        lines.append(
+            f"merged: {counted(report.merged_weights or 0, 'tensor')} of {report.ledger['target']['tensors']:,}"
+        )
     if report.layout is not None and (len(report.ranks) > 1 or report.command == "reshard"):
         lines += _layout_lines(report, report.layout)
     is_unknown_class = (report.architecture or {}).get("known_from") == "suffix table"
@@ -115,7 +117,7 @@ def _scheme_text(row: Mapping[str, Any]) -> str:
 
 
 def _adapter_line(row: Mapping[str, Any]) -> str:
-    """Return an adapter that was merged: `adapter: PATH, rank 16, alpha 32, q_proj, v_proj (224 layers), 2 replaced`."""
+    """Return an adapter that was merged: `adapter: PATH, LoRA, rank 16, ..., replaces 2 tensors`."""
     factor = f" x {row['factor']:g}" if row["factor"] != 1 else ""
     replaced = f", replaces {counted(len(row['replaced']), 'tensor')}" if row["replaced"] else ""
     return f"adapter: {row['path']}{factor}, {adapter_text(row)}{replaced}"
@@ -281,6 +283,13 @@ def inspect_text(report: InspectionReport) -> str:
         f"  parameters    {report.parameters:,}",
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
+    if report.adapter:
+        lines = [line for line in lines if not line.startswith("  architecture")]
+        lines.append(f"  adapter       {adapter_text(report.adapter)}")
+        if report.adapter["replaced"]:
+            replaced = report.adapter["replaced"]
+            lines.append(f"  replaces      {counted(len(replaced), 'tensor')}: {_first_names(replaced)}")
+        lines.append(f"  trained on    {report.adapter['base'] or 'unknown (no base_model_name_or_path)'}")
     if report.config_check and report.config_check["checked"] == "nothing":
         lines.append("  not checked   names, layers and shapes, which are unknown for this class and config")
     if report.prefix:
@@ -407,9 +416,18 @@ def verify_verdict(report: VerifyReport) -> str:
 
 def _different_text(report: DiffReport | VerifyReport) -> str:
     """Return the verdict of a comparison that found differences."""
-    differ = "differs" if report.total == 1 else "differ"
-    differing = f"{len(report.differing):,} of {counted(report.total, 'tensor')}"
-    return f"DIFFERENT: {differing} {differ}{_uncompared_clause(report)}"
+    setting_count = sum(row["what"] == "setting" for row in report.differing)
+    tensor_count = len(report.differing) - setting_count
+    parts = []
+    if tensor_count:
+        parts.append(
+            f"{tensor_count:,} of {counted(report.total, 'tensor')} {'differs' if report.total == 1 else 'differ'}"
+        )
+    if setting_count:
+        parts.append(
+            f"{counted(setting_count, 'setting')} of the adapter {'differs' if setting_count == 1 else 'differ'}"
+        )
+    return f"DIFFERENT: {' and '.join(parts)}{_uncompared_clause(report)}"
 
 
 def _uncompared_clause(report: DiffReport | VerifyReport) -> str:

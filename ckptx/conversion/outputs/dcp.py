@@ -53,11 +53,7 @@ class DcpFormat(OutputFormat):
     def dropped_state(self, view: ModelView) -> DroppedState:
         if not view.catalog.traits.is_training_format:
             return DroppedState()
-        reason = (
-            self.options.drop_reason
-            if view.catalog.traits.can_keep_state
-            else "of torch.save is not converted"
-        )
+        reason = self.options.drop_reason if view.catalog.traits.can_keep_state else "of torch.save is not converted"
         return drop_training_state(view, view.catalog.objects, reason)
 
     def default_naming(self, view: ModelView) -> str | None:

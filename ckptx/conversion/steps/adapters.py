@@ -19,7 +19,6 @@ from ckptx.model_view.parameter_count import tie_representatives
 from ckptx.model_view.view import ModelView, decide_ties
 from ckptx.options.conversion import ConversionOptions
 from ckptx.storage.interface import SourceFiles
-from ckptx.wording import counted, first_of
 
 if TYPE_CHECKING:  # numpy and the readers of adapters are imported by `merge` only
     from ckptx.adapters.adapter import Adapter
@@ -160,8 +159,8 @@ def merge_adapters(
     Raises:
         InputError: An adapter does not fit the model, was trained on another one, changes nothing, or has values that
             are NaN or infinite.
-        UnsupportedError: A weight is quantized, or stored in another form than the class has it, or a tied weight cannot
-            be untied; or adapters cannot be combined.
+        UnsupportedError: A weight is quantized, or stored in another form than the class has it, or a tied weight
+            cannot be untied; or adapters cannot be combined.
     """
     if not adapters:
         return MergedModel(base, model, files)
@@ -176,7 +175,10 @@ def merge_adapters(
     view, origins = _under_disk_names(model.view)
     decisions = decide_ties(view, files, tie_missing=options.tie_missing, accepted_problems=[])
     second_names = _second_names(view, decisions)
-    tensors = {**view.tensors, **{name: view.tensors[stored].with_name(view.prefix + name) for name, stored in second_names.items()}}
+    tensors = {
+        **view.tensors,
+        **{name: view.tensors[stored].with_name(view.prefix + name) for name, stored in second_names.items()},
+    }
     changes = Changes(WeightNames.of(view, tensors))
     for each in adapters:
         changes.add(each.adapter, AdapterFiles(each.files), each.factor)
@@ -223,7 +225,7 @@ def _check_base_name(adapter: Adapter, base: BaseCheckpoint, *, allow_mismatch: 
     Raises:
         InputError: The names differ, and `allow_mismatch` is False.
     """
-    match = next(filter(None, map(_HUB_CACHE.fullmatch, base.source.root.parts)), None)
+    match = next(filter(None, map(_HUB_CACHE.fullmatch, str(base.source.root).split("/"))), None)
     named = adapter.config.base_model
     if match is None or named is None or named.count("/") != 1 or named.startswith((".", "/", "~")) or allow_mismatch:
         return
@@ -281,9 +283,7 @@ def _groups(decisions: Iterable[TieDecision]) -> list[set[str]]:
     return list(groups.values())
 
 
-def _refuse_or_share(
-    changes: Changes, view: ModelView, decisions: list[TieDecision], *, keeps_ties: bool
-) -> None:
+def _refuse_or_share(changes: Changes, view: ModelView, decisions: list[TieDecision], *, keeps_ties: bool) -> None:
     """Change all names of a tied weight if the adapter keeps ties; else check that the weight can be untied.
 
     Raises:
@@ -301,8 +301,8 @@ def _refuse_or_share(
         if architecture is not None and not architecture.is_unknown_class and not architecture.ties_flag_editable:
             (other, *_) = sorted(group - changed)
             raise UnsupportedError(
-                f'{view.catalog.location}: an adapter changes "{names[0]}", which {architecture.class_name} always ties '
-                f'to "{other}", so that the merged model would need two tensors; merge the adapter with PEFT'
+                f'{view.catalog.location}: an adapter changes "{names[0]}", which {architecture.class_name} always '
+                f'ties to "{other}", so that the merged model would need two tensors; merge the adapter with PEFT'
             )
 
 
@@ -313,9 +313,7 @@ def _untied_names(changes: Changes, decisions: Iterable[TieDecision]) -> set[str
     for group in _groups(decisions):
         if not group & changed:
             continue
-        kinds = {
-            tuple(map(id, changes.additions.get(name, ()))) + (id(changes.replaced.get(name)),) for name in group
-        }
+        kinds = {(*map(id, changes.additions.get(name, ())), id(changes.replaced.get(name))) for name in group}
         if len(kinds) > 1:
             untied |= group
     return untied

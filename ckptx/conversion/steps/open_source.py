@@ -69,6 +69,11 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         refuse_overlap(path, dst)
         notes = () if options.resume else _refuse_existing_target(dst, options)
         source = open_checkpoint(path)
+        if source.traits.is_adapter:
+            raise UnsupportedError(
+                f"{source.location}: is an adapter, and no model by itself; add it to its model with "
+                "`ckptx merge MODEL ADAPTER DST`"
+            )
         if not options.allow_config_mismatch:
             _refuse_incomplete_set(source)
         refuse_input_files(source, dst)

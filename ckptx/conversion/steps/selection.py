@@ -23,8 +23,8 @@ def select_tensors(
     """Select the tensors of the original files if the output restores these, else apply `--tied` and `--names`.
 
     The manifest records the original files if the output format records them and does not restore them, no weight is
-    dequantized, no adapter is merged, the names of the source are not Megatron's, and the target has every tensor of the
-    source.
+    dequantized, no adapter is merged, the names of the source are not Megatron's, and the target has every tensor of
+    the source.
 
     Args:
         base: Source and base, see `BaseCheckpoint`.

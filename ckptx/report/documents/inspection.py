@@ -61,6 +61,8 @@ class InspectionReport(Report):
             scales), `not_quantized` (number of all other `tensors`, and their `bytes`), `activation_scales` (number of
             scales of activations and of the KV cache), `dequantized_bytes` (bytes of all tensors after `--dequantize`,
             in bfloat16); absent for a checkpoint that is not quantized.
+        adapter: Settings and contents of an adapter, as in `adapters` of `merge`, without `path` and `factor`; absent
+            for a model.
         selected_tensors: One entry per tensor that `--tensors` or `--match` lists: `name`, `dtype`, `shape`, `bytes`,
             `chunks` (their number) and `files`.
         by_rank: Additional fields of `--ranks`; in the document they are on the same level as the others.
@@ -88,6 +90,7 @@ class InspectionReport(Report):
     config_check: dict[str, Any] | None
     groups: Sequence[dict[str, Any]]
     quantization: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    adapter: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     selected_tensors: Sequence[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
     by_rank: RanksOfInspection | None = field(default=None, metadata=OPTIONAL)
     html: str | None = field(default=None, metadata=OPTIONAL)

@@ -174,6 +174,11 @@ def open_source(
     """
     config_values = dict(config) if config is not None else None
     catalog = open_checkpoint(path)
+    if catalog.traits.is_adapter:
+        raise UnsupportedError(
+            f"{catalog.location}: is an adapter, and no model by itself; add it to its model with "
+            "`ckptx merge MODEL ADAPTER DST`"
+        )
     catalog = with_disk_names(catalog, config if config is not None else catalog.config)
     if dequantize:
         catalog = open_dequantized(catalog)
