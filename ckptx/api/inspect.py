@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckptx.architecture.trainer_naming.megatron_prefixes import find_prefixes
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.megatron_names import map_megatron_names
 from ckptx.model_view.parameter_count import count_parameters, find_absent_ties, find_aliases
 from ckptx.model_view.unknown_class import unknown_class_note
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
@@ -128,6 +128,10 @@ def _view_under_disk_names(checkpoint: Catalog, log: Log) -> ModelView | None:
     note says why.
     """
     try:
+    if not find_prefixes(checkpoint.tensors):
+        return None
+    from ckptx.model_view.megatron_names import map_megatron_names
+
         model = map_megatron_names(checkpoint, checkpoint.config, None)
     except (InputError, UnsupportedError) as error:
         log.note(str(error))

@@ -12,6 +12,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
+from ckptx.comparison.common_names import with_common_names
 from ckptx.comparison.configs import ABSENT, ConfigDifference, compare_configs
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
@@ -27,7 +28,6 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import dtypes_after_cast
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.master_weights import has_master_weights, use_master_weights
-from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.unknown_class import note_on_unknown_ties
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
