@@ -35,7 +35,6 @@ from ckptx.options.verify import VerifyOptions
 from ckptx.processes.threads import run_threads
 from ckptx.quantization.checkpoint import is_quantized, open_dequantized
 from ckptx.quantization.computed_files import reset_counts, stored_bytes_read
-from ckptx.quantization.tensors import CODE_DTYPES
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.storage.interface import SourceFiles
@@ -232,6 +231,8 @@ def _note_on_dtypes(
     names = [difference["name"] for difference in differences if difference["what"] == "dtype"]
     if not names:
         return None
+    from ckptx.quantization.tensors import CODE_DTYPES
+
     found = [
         (ties.find_entry(name, in_view=a, other_view=b), ties.find_entry(name, in_view=b, other_view=a))
         for name in names
