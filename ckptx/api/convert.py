@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from ckptx.conversion.outputs.dcp import DcpFormat
-from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
-from ckptx.conversion.outputs.megatron import MegatronFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.base_checkpoint import ConfigNeed
@@ -36,10 +33,16 @@ def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions) -> Conversi
         output: OutputFormat
         config_need: ConfigNeed
         if isinstance(options, ToHfOptions):
+            from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
+
             output, config_need = HuggingFaceFormat(options), "unless recorded"
         elif isinstance(options, ToMegatronOptions):
+            from ckptx.conversion.outputs.megatron import MegatronFormat
+
             output, config_need = MegatronFormat(options), "always"
         else:
+            from ckptx.conversion.outputs.dcp import DcpFormat
+
             options.check_prefix(traits)
             # A training checkpoint may have optimizer state, which is sharded and assigned to ranks like parameters.
             is_sharded = options.dims.world_size > 1 or traits.is_training_format

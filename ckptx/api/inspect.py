@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckptx.architecture.trainer_naming.megatron_prefixes import find_prefixes
 from ckptx.catalog.catalog import Catalog
 from ckptx.errors import EnvironmentProblem, InputError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.megatron_names import map_megatron_names
 from ckptx.model_view.parameter_count import count_parameters, find_absent_ties, find_aliases
 from ckptx.model_view.unknown_class import unknown_class_note
 from ckptx.model_view.view import ModelView, read_valid_manifest, view_model
@@ -21,7 +21,6 @@ from ckptx.options.api import api
 from ckptx.options.inspect import InspectOptions
 from ckptx.publishing.report_file import check_report_path, write_text
 from ckptx.quantization.checkpoint import find_quantized_tensors, is_quantized, open_dequantized
-from ckptx.quantization.tensors import describe_schemes
 from ckptx.report.documents.inspection import InspectionReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.wording import counted
@@ -105,6 +104,8 @@ def _inspect_quantization(
     try:
         if not is_quantized(checkpoint):
             return None, None
+        from ckptx.quantization.tensors import describe_schemes
+
         decoded = open_dequantized(checkpoint)
         quantized = find_quantized_tensors(checkpoint)
         view = _view_without_class_if_needed(decoded, prefix, Log())
@@ -144,6 +145,10 @@ def _view_under_disk_names(checkpoint: Catalog, log: Log) -> ModelView | None:
     None for other names, or without a config that names a class. If the names cannot be mapped, it is None, too, and a
     note says why.
     """
+    if not find_prefixes(checkpoint.tensors):
+        return None
+    from ckptx.model_view.megatron_names import map_megatron_names
+
     try:
         model = map_megatron_names(checkpoint, checkpoint.config, None)
     except (InputError, UnsupportedError) as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ckptx.conversion.outputs.dcp import DcpFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.open_source import open_source
 from ckptx.options.api import api
@@ -28,10 +26,15 @@ def reshard(options: ReshardOptions) -> ConversionReport:
         log(checkpoint)  # records its notes
         traits = checkpoint.source.traits
         options.check_source(traits)
-        output: OutputFormat = DcpFormat(options, options)
+        output: OutputFormat
         if (options.to or traits.reshard_output) == "safetensors":
+            from ckptx.conversion.outputs.sharded import ShardedFormat
+
             options.check_sharded()
             output = ShardedFormat(options)
         else:
+            from ckptx.conversion.outputs.dcp import DcpFormat
+
             options.check_prefix(traits)
+            output = DcpFormat(options, options)
         return stopwatch.stop(run_conversion("reshard", checkpoint, output, "config", log))

@@ -13,6 +13,7 @@ from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.comparison.adapters import compare_adapter_settings
+from ckptx.comparison.common_names import with_common_names
 from ckptx.comparison.configs import ABSENT, ConfigDifference, compare_configs
 from ckptx.comparison.headers import TiedNames, compare_headers, convert_to_common_names, view_both
 from ckptx.comparison.optimizer_state import (
@@ -28,7 +29,6 @@ from ckptx.formats.registry import open_checkpoint
 from ckptx.mapping.dtypes import dtypes_after_cast
 from ckptx.model_view.config_check import match_config_with_notes
 from ckptx.model_view.master_weights import has_master_weights, use_master_weights
-from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters
 from ckptx.model_view.unknown_class import note_on_unknown_ties
 from ckptx.model_view.view import ModelView, compare_replicas, locate_all_archives, locate_archives, resolve_duplicates
@@ -36,7 +36,6 @@ from ckptx.options.verify import VerifyOptions
 from ckptx.processes.threads import run_threads
 from ckptx.quantization.checkpoint import is_quantized, open_dequantized
 from ckptx.quantization.computed_files import reset_counts, stored_bytes_read
-from ckptx.quantization.tensors import CODE_DTYPES
 from ckptx.report.documents.comparison import VerifyReport
 from ckptx.report.report import Log, Stopwatch, count_dtypes
 from ckptx.storage.interface import SourceFiles
@@ -235,6 +234,8 @@ def _note_on_dtypes(
     names = [difference["name"] for difference in differences if difference["what"] == "dtype"]
     if not names:
         return None
+    from ckptx.quantization.tensors import CODE_DTYPES
+
     found = [
         (ties.find_entry(name, in_view=a, other_view=b), ties.find_entry(name, in_view=b, other_view=a))
         for name in names

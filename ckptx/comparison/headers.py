@@ -13,6 +13,7 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.comparison.adapters import compare_adapter_settings
+from ckptx.comparison.common_names import with_common_names
 from ckptx.comparison.uncompared import count_uncompared, note_on_uncompared
 from ckptx.errors import InputError, ReadError, UnsupportedError
 from ckptx.formats.hf.hub import resolve_source
@@ -22,7 +23,6 @@ from ckptx.mapping.models import describe_prefix
 from ckptx.mapping.names import without_wrappers
 from ckptx.mapping.rules import TrainerRules
 from ckptx.model_view.config_check import match_config_with_notes
-from ckptx.model_view.megatron_names import with_common_names
 from ckptx.model_view.parameter_count import count_parameters, hold_equal_samples
 from ckptx.model_view.recorded_ties import recorded_ties
 from ckptx.model_view.unknown_class import note_on_unknown_ties, shared_prefix_of_unknown_class

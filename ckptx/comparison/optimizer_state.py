@@ -14,7 +14,6 @@ from typing import Any
 
 from ckptx.catalog.entry import BytesEntry, TensorEntry
 from ckptx.comparison.headers import TiedNames, compare_entries
-from ckptx.formats.torch_archive.archive import open_archive
 from ckptx.mapping.rules import TrainerRules
 from ckptx.mapping.state_names import ParameterIndex, StateName
 from ckptx.model_view.view import ModelView, rules_of
@@ -115,6 +114,10 @@ def check_objects(objects: Mapping[str, BytesEntry], files: SourceFiles) -> None
         InputError: An archive is damaged.
         UnsupportedError: It is compressed.
     """
+    if not objects:
+        return
+    from ckptx.formats.torch_archive.archive import open_archive
+
     for name, entry in objects.items():
         head = files.read_up_to(entry.file, entry.offset, min(entry.nbytes, _PICKLE_MAGIC_NBYTES))
         if head[:1] != b"\x80":  # a pickle without an archive

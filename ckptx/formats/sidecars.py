@@ -63,7 +63,8 @@ _RESUMED_STATE = re.compile(
 # Directories in which trainers store such state.
 TRAINER_STATE_DIRECTORIES = frozenset({"rng", "dataloader", "scheduler", "lr_scheduler", "step_scheduler"})
 # Quantization settings outside config.json, for vLLM and GPTQ tools.
-QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quantize_config.json", "quantization_config.json"})
+MODELOPT_FILE = "hf_quant_config.json"
+QUANTIZATION_FILES = frozenset({MODELOPT_FILE, "quantize_config.json", "quantization_config.json"})
 
 
 _TOKENIZER_FILE = re.compile(

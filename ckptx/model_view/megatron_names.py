@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ckptx.architecture.trainer_naming import megatron
+from ckptx.architecture.trainer_naming.megatron_prefixes import LAYERS, find_prefixes
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -77,11 +78,6 @@ class MegatronModel:
     step_contents: bytes = b""
 
 
-def has_megatron_names(catalog: Catalog) -> bool:
-    """Return True if the names of a checkpoint are Megatron's."""
-    return bool(megatron.find_prefixes(catalog.tensors))
-
-
 def map_megatron_names(
     catalog: Catalog, config: Mapping[str, Any] | None, files: SourceFiles | None, *, with_optimizer: bool = False
 ) -> MegatronModel | None:
@@ -103,7 +99,7 @@ def map_megatron_names(
             no counterpart, or see `check_arguments`.
         ReadError: The storage failed.
     """
-    prefixes = megatron.find_prefixes(catalog.tensors)
+    prefixes = find_prefixes(catalog.tensors)
     class_names = (config or {}).get("architectures")
     if not prefixes or config is None or not isinstance(class_names, list) or not class_names:
         return None
@@ -323,37 +319,27 @@ def with_disk_names(catalog: Catalog, config: Mapping[str, Any] | None) -> Catal
     Raises:
         InputError, UnsupportedError: See `map_megatron_names`.
     """
-    if config is None or not has_megatron_names(catalog):
+    if config is None or not find_prefixes(catalog.tensors):
         return catalog
     with catalog.source.open(catalog.identities) as files:
         model = map_megatron_names(catalog, config, files)
     return catalog if model is None else _with_state(catalog, model)
 
 
-def with_common_names(a: Catalog, b: Catalog, *, needs_bytes: bool = True) -> tuple[Catalog, Catalog]:
-    """Return two checkpoints to compare; if only one has Megatron's names, it gets disk names.
+def with_disk_names_for_comparison(catalog: Catalog, other: Catalog, *, needs_bytes: bool) -> Catalog:
+    """Return a checkpoint with Megatron's names under disk names.
 
-    If it has no config, that of the other checkpoint is used. If its names cannot be mapped, it keeps them, with a
-    note.
+    If its names cannot be mapped, it keeps them, with a note.
 
     Args:
-        a: First checkpoint.
-        b: Second checkpoint.
+        catalog: The checkpoint.
+        other: The one that it is compared with, whose config is used if it has none.
         needs_bytes: True to locate the chunks of the tensors, so that they can be read; False if only names and shapes
             are compared.
 
     Raises:
         ReadError: The storage failed.
     """
-    if has_megatron_names(a) == has_megatron_names(b):
-        return a, b
-    return _with_config_of(a, b, needs_bytes), _with_config_of(b, a, needs_bytes)
-
-
-def _with_config_of(catalog: Catalog, other: Catalog, needs_bytes: bool) -> Catalog:
-    """Return a checkpoint under disk names if it has Megatron's; see `with_common_names`."""
-    if not has_megatron_names(catalog):
-        return catalog
     config = catalog.config or other.config
     try:
         if needs_bytes:
@@ -396,7 +382,7 @@ def _split_names(
 
     Args:
         catalog: Catalog of the checkpoint.
-        prefix: Prefix of the model, see `megatron.find_prefixes`.
+        prefix: Prefix of the model, see `find_prefixes`.
 
     Returns:
         Stored name -> Megatron's name without prefix for the model; the same (the name of the parameter) for each of
@@ -481,7 +467,7 @@ def _unstack(name: str, entry: TensorEntry, layer_count: int) -> Iterator[tuple[
             f"but config.json has num_hidden_layers {layer_count}; pass --base PATH with the config it was trained with"
         )
     for index, layer in enumerate(unmerge(entry, 0)):
-        yield f"{megatron.LAYERS}.{index}.{suffix}", layer
+        yield f"{LAYERS}.{index}.{suffix}", layer
 
 
 def _order(name: str) -> tuple[int, ...]:

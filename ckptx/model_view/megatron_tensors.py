@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any, Literal
 
 from ckptx.architecture.trainer_naming import megatron
+from ckptx.architecture.trainer_naming.megatron_prefixes import LAYERS
 from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
@@ -236,7 +237,7 @@ def _refuse_different_layers(names: Collection[str]) -> None:
 
 def _stacked_name(name: str) -> str:
     layer_name = megatron.split_layer_name(name)
-    return name if layer_name is None else f"{megatron.LAYERS}.{layer_name[1]}"
+    return name if layer_name is None else f"{LAYERS}.{layer_name[1]}"
 
 
 def _stack(

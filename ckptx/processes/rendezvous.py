@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -94,6 +93,8 @@ def open_store(host: str, port: int, rank: int, name: str, timeout: float = STAR
 
 def _is_in_use(port: int) -> bool:
     """Return True if a process of this machine listens on a port."""
+    import socket
+
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import Chunk, ShardedChunks, TensorEntry
 from ckptx.errors import CkptxError, OutputFailure
-from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.storage.files import output_read_failures
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.digest_sink import digest_tensor
@@ -84,6 +83,8 @@ def _digest_combinations(
         in_archives: True if each chunk of a tensor is in a `torch.save` archive of its own, as in a DCP.
         max_memory: Limit for the buffers of strided reads, in bytes.
     """
+    from ckptx.formats.dcp.reader import locate_payloads
+
     reader = TensorReader(existing_files, max_memory)
     entry = step.target
     for chunks in _combine_chunks(entry):

@@ -10,14 +10,15 @@ from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.errors import InputError
 from ckptx.formats.hf.reader import read_json_object
+from ckptx.formats.sidecars import MODELOPT_FILE
 from ckptx.mapping.config_edits import apply_edits, dequantization_edits
-from ckptx.quantization.computed_files import ComputedFiles, ComputedSource
-from ckptx.quantization.declared import MODELOPT_FILE, DeclaredQuantization, read_declaration
-from ckptx.quantization.tensors import CODE_DTYPES, QuantizedTensors, find_quantized, find_scheme
 from ckptx.storage.interface import SourceFiles
 
-if TYPE_CHECKING:  # numpy is imported for quantized checkpoints only
+if TYPE_CHECKING:  # imported for quantized checkpoints only
+    from ckptx.quantization.computed_files import ComputedFiles
+    from ckptx.quantization.declared import DeclaredQuantization
     from ckptx.quantization.dequantize import DecodedTensors
+    from ckptx.quantization.tensors import QuantizedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ def read_declared_quantization(catalog: Catalog, config: Mapping[str, Any] | Non
     """
     source = catalog.source
     modelopt_config = read_json_object(source, MODELOPT_FILE) if source.listing().is_file(MODELOPT_FILE) else None
+    if modelopt_config is None and not dequantization_edits(config or {}):
+        return None
+    from ckptx.quantization.declared import read_declaration
+
     return read_declaration(config, modelopt_config, str(catalog.root))
 
 
@@ -60,6 +65,8 @@ def find_quantized_tensors(catalog: Catalog, config: Mapping[str, Any] | None = 
     Raises:
         InputError, UnsupportedError: See `read_declaration` and `find_quantized`.
     """
+    from ckptx.quantization.tensors import find_quantized
+
     declared = read_declared_quantization(catalog, catalog.config if config is None else config)
     return find_quantized(catalog.tensors, declared, str(catalog.location))
 
@@ -79,6 +86,7 @@ def dequantize(
         InputError: No tensor is quantized, or see `read_declaration`, `find_quantized` and `decode_catalog`.
         UnsupportedError: See `read_declaration` and `find_quantized`.
     """
+    from ckptx.quantization.computed_files import ComputedFiles
     from ckptx.quantization.dequantize import decode_catalog
 
     config = catalog.config if config is None else config
@@ -108,6 +116,8 @@ def open_dequantized(catalog: Catalog, dtype: str = "BF16") -> Catalog:
     """
     if not is_quantized(catalog):
         return catalog
+    from ckptx.quantization.computed_files import ComputedSource
+
     with catalog.source.open(catalog.identities) as files:
         checkpoint = dequantize(catalog, files, dtype)
     return replace(
@@ -125,6 +135,10 @@ def is_quantized(catalog: Catalog) -> bool:
     """
     if read_declared_quantization(catalog, catalog.config) is not None:
         return True
+    if all(entry.dtype.is_castable for entry in catalog.tensors.values()):  # plain floats, which are no codes
+        return False
+    from ckptx.quantization.tensors import CODE_DTYPES, find_scheme
+
     return any(
         entry.dtype.name in CODE_DTYPES and find_scheme(name, entry, catalog.tensors, None) is not None
         for name, entry in catalog.tensors.items()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptx.errors import InputError, UnsupportedError
+from ckptx.formats.sidecars import MODELOPT_FILE
 from ckptx.quantization.schemes import SCHEMES
 
-MODELOPT_FILE = "hf_quant_config.json"
 _KEY = "quantization_config"
 _METHODS = frozenset(method for scheme in SCHEMES for method in scheme.methods)
 _MAX_SIZE = 1 << 20  # largest number of rows or columns of a block, or of elements of a group

@@ -307,7 +307,7 @@ def test_a_file_with_fewer_tensors_than_planned(
 @pytest.mark.parametrize("most", [1 << 12, 0], ids=["all blocks", "the outermost"])
 def test_the_archives_of_a_dcp(hf: Path, dst: Path, tp: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is shifted by a few bytes, in the first and in the last place of a file."""
-    monkeypatch.setattr("ckptx.conversion.steps.output_check._ALWAYS_CHECKED_BLOCKS", most)
+    monkeypatch.setattr("ckptx.conversion.steps.dcp_check._ALWAYS_CHECKED_BLOCKS", most)
     for last in (False, True):
 
         def spoil(tree: Path, output: Any, last: bool = last) -> None:
@@ -332,5 +332,5 @@ def test_nothing_is_found_where_nothing_is_wrong(hf: Path, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         spoiled_before(patch, to_dcp, "check_dcp", same)
         ckptx.reshard(hf, tmp_path / "dcp", tp=2, to="dcp")
-    monkeypatch.setattr("ckptx.conversion.steps.output_check._ALWAYS_CHECKED_BLOCKS", 0)
+    monkeypatch.setattr("ckptx.conversion.steps.dcp_check._ALWAYS_CHECKED_BLOCKS", 0)
     ckptx.reshard(hf, tmp_path / "again", tp=2, pp=2, to="dcp")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptx
-from ckptx.architecture.trainer_naming.megatron import find_prefixes
+from ckptx.architecture.trainer_naming.megatron_prefixes import find_prefixes
 from ckptx.errors import CkptxError
 from tests.formats.stock_goldens import GOLDENS
 from tests.support.megatron_layout import LOCAL_NORMS, TE_NORMS, to_megatron

@@ -69,6 +69,33 @@ def test_a_cast_loads_numpy_alone(here: Path) -> None:
     assert loaded(here, "ckptx.convert('hf2dcp', here / 'hf', here / 'd', dtype='fp16')") == {"numpy"}
 
 
+_SPECIAL = {  # modules for checkpoints of other kinds, which take several milliseconds to import
+    "architecture.trainer_naming.megatron", "conversion.outputs.megatron", "formats.torch_checkpointing.metadata",
+    "model_view.megatron_names", "model_view.megatron_tensors", "quantization.declared", "quantization.tensors",
+}  # fmt: skip
+_OF_WEIGHTS = {"quantization.computed_files", "transfer.stream"}
+_OF_DCP = {"conversion.outputs.dcp", "formats.dcp.metadata", "formats.torch_archive.archive"}
+
+
+@pytest.mark.parametrize(
+    ("work", "absent"),
+    [
+        ("ckptx.inspect(here / 'hf')", _SPECIAL | _OF_WEIGHTS | _OF_DCP),
+        ("ckptx.diff(here / 'hf', here / 'hf')", _SPECIAL | _OF_WEIGHTS | _OF_DCP),
+        ("ckptx.verify(here / 'hf', here / 'hf')", _SPECIAL | _OF_DCP),
+        ("ckptx.reshard(here / 'hf', here / 'e', tp=2)", _SPECIAL | _OF_DCP),
+        ("ckptx.verify(here / 'hf', here / 'dcp')", _SPECIAL),
+        ("ckptx.convert('hf2dcp', here / 'hf', here / 'f')", _SPECIAL | {"conversion.outputs.huggingface"}),
+        ("ckptx.convert('dcp2hf', here / 'dcp', here / 'g')", _SPECIAL | {"conversion.outputs.dcp"}),
+    ],
+)
+def test_plain_checkpoints_load_no_modules_for_others(here: Path, work: str, absent: set[str]) -> None:
+    program = f"import sys, ckptx\nfrom pathlib import Path\nhere = Path(sys.argv[1])\n{work}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, str(here)], capture_output=True, text=True, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert sorted({f"ckptx.{name}" for name in absent} & {*done.stdout.split()}) == []
+
+
 def test_the_probe_would_notice(here: Path) -> None:
     assert loaded(here, "import numpy, tqdm") == {"numpy", "tqdm"}
 

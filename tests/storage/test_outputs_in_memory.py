@@ -10,8 +10,8 @@ import pytest
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.dcp_parts import DcpOutput
+from ckptx.conversion.steps.dcp_check import check_dcp
 from ckptx.conversion.steps.manifest import manifest_of
-from ckptx.conversion.steps.output_check import check_dcp
 from ckptx.errors import InputError, InternalError, OutputError, SpaceError
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.registry import open_checkpoint

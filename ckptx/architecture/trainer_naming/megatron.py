@@ -16,12 +16,13 @@ corrections of a model type names the form of a class.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptx.architecture.configs import invalid_value_message
 from ckptx.architecture.correction_types import expand_braces
 from ckptx.architecture.trainer_naming.forms import find_form, list_classes
+from ckptx.architecture.trainer_naming.megatron_prefixes import LAYERS
 from ckptx.architecture.trainer_naming.megatron_tables import (
     COMMON,
     EXPERTS,
@@ -38,11 +39,9 @@ from ckptx.architecture.trainer_naming.megatron_tables import (
 from ckptx.architecture.trainer_naming.mtp import mtp_layers, shared_tensors
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
-from ckptx.mapping.names import is_state_prefix
 from ckptx.mapping.ops import Conversion, Op
 
 TRAINER = "megatron"
-LAYERS = "decoder.layers"
 
 _OPERATION_BY_NAME = {name: operation for rows in FORMS.values() for name, operation, _ in rows}
 # Names below a layer. With TransformerEngine, the norm before experts is a module of its own; without, Megatron stores
@@ -52,18 +51,8 @@ ROUTER, EXPERT_NORM, MLP_NORM = "mlp.router.weight", "pre_mlp_layernorm.weight",
 # Names of the tensors whose rows from `vocab_size` on are padding: embedding and output head.
 VOCABULARY = frozenset(name for name, operation, _ in COMMON if operation == VOCABULARY_ROWS)
 
-_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER_NAME = re.compile(rf"{re.escape(LAYERS)}\.(?:(\d+)\.)?")
 _MTP_LAYER_NAME = re.compile(rf"mtp\.layers\.\d+\.(?:{MTP_LAYER}|{OLD_MTP_LAYER})\.")
-
-
-def find_prefixes(names: Collection[str]) -> list[str]:
-    """Return the prefixes of the Megatron models among the names of a checkpoint, such as "" or "module."; sorted."""
-    prefixes = {name.removesuffix(_EMBEDDING) for name in names if name.endswith(_EMBEDDING)}
-    prefixes = {each for each in prefixes if (not each or each.endswith(".")) and not is_state_prefix(each)}
-    in_layers = tuple(f"{prefix}{LAYERS}." for prefix in prefixes)
-    found = {start[: -len(LAYERS) - 1] for start in in_layers if any(name.startswith(start) for name in names)}
-    return sorted(found)
 
 
 def layer_suffix(name: str) -> str | None:

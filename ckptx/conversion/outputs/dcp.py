@@ -12,10 +12,10 @@ from ckptx.conversion.outputs.dcp_parts import DcpContents, DcpOutput, allocate_
 from ckptx.conversion.outputs.dcp_prefix import refuse_unreadable_prefix
 from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, OutputContents, OutputFormat, float_edits
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
+from ckptx.conversion.steps.dcp_check import check_dcp
 from ckptx.conversion.steps.dtypes import CastTensors, config_dtype_edits
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.conversion.steps.output_check import check_dcp
 from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.reader import METADATA

@@ -15,7 +15,6 @@ from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.conversion.steps.output_check import check_digests, check_huggingface
-from ckptx.conversion.steps.reordered_tensors import check_reordered
 from ckptx.conversion.steps.restoration import Restoration, restore_original
 from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.conversion.steps.target_tensors import TargetTensors
@@ -93,6 +92,8 @@ class HuggingFaceFormat(OutputFormat):
             check_huggingface(tree, layout)
             check_digests(outcome, recorded_digests)
             if restored is not None and restored.reordered_digests:
+                from ckptx.conversion.steps.reordered_tensors import check_reordered
+
                 check_reordered(tree, layout.catalog, restored, source, options)
 
         markers = () if layout.index_text is None else ((layout.index_name, layout.index_text.encode()),)

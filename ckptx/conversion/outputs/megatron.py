@@ -23,10 +23,10 @@ from ckptx.conversion.outputs.output_format import Allocation, ConfigEdits, Outp
 from ckptx.conversion.outputs.safetensors_config import safetensors_edits
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.combined_tensors import CombinedTarget, combine_for_megatron
+from ckptx.conversion.steps.dcp_check import check_dcp
 from ckptx.conversion.steps.dtypes import CastTensors
 from ckptx.conversion.steps.manifest import manifest_of
 from ckptx.conversion.steps.naming import NamedTarget
-from ckptx.conversion.steps.output_check import check_dcp
 from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_training_state
 from ckptx.formats.dcp import layout as dcp_layout
 from ckptx.formats.dcp.megatron import BACKEND_FILE, COMMON_FILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import TensorEntry
@@ -15,11 +15,13 @@ from ckptx.conversion.steps.target_tensors import TargetTensors
 from ckptx.errors import UnsupportedError
 from ckptx.mapping.rewrite import ZEROS_FILE
 from ckptx.mapping.rules import TrainerRules
-from ckptx.model_view.megatron_tensors import Layers, MegatronTensors, make_megatron_tensors
 from ckptx.model_view.view import ModelView, difference_between
 from ckptx.quantization.computed_files import ComputedFiles, FileOfZeros
 from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.stream import TensorReader
+
+if TYPE_CHECKING:  # imported for `to-megatron` only
+    from ckptx.model_view.megatron_tensors import Layers, MegatronTensors
 
 _COMPUTED_REASON = "buffer that Megatron computes from the config"
 
@@ -68,6 +70,8 @@ def combine_for_megatron(
             tensors that are combined have different dtypes.
         InputError: Tensors do not match each other or the config.
     """
+    from ckptx.model_view.megatron_tensors import make_megatron_tensors
+
     if view.config is None or view.disk_architecture is None:
         raise UnsupportedError(
             f"{base.sidecar_source.root}: config.json names no known architecture, which Megatron's names depend on; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.dtype import DTYPE_BY_OPTION, DType
@@ -13,10 +13,12 @@ from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.errors import UsageError
 from ckptx.mapping.config_edits import apply_edits, dequantization_edits
 from ckptx.options.conversion import ConversionOptions
-from ckptx.quantization.checkpoint import DequantizedCheckpoint, dequantize, read_declared_quantization
-from ckptx.quantization.tensors import CODE_DTYPES, describe_schemes
+from ckptx.quantization.checkpoint import dequantize, read_declared_quantization
 from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.plan import CopyPlan
+
+if TYPE_CHECKING:  # imported for a quantized source only
+    from ckptx.quantization.checkpoint import DequantizedCheckpoint
 
 _DROP_REASON = "scale of activations or of the KV cache, which weights in floating point do not have"
 
@@ -77,6 +79,8 @@ class DequantizedSource:
         """Return the entry `dequantized` of the report; None if nothing is decoded."""
         if self.checkpoint is None:
             return None
+        from ckptx.quantization.tensors import describe_schemes
+
         decoded = self.checkpoint.decoded
         return {"schemes": describe_schemes(decoded.quantized.tensors.values()), "merged": dict(self.merged)}
 
@@ -117,6 +121,8 @@ def _refuse_cast(source: Catalog, config: Mapping[str, Any] | None, dtype: str) 
     """Refuse to cast a quantized source, of which only norms and embeddings would change."""
     if not any(dequantization_edits(each) for each in (config, source.config) if each is not None):
         return
+    from ckptx.quantization.tensors import CODE_DTYPES
+
     for name, entry in source.tensors.items():
         if entry.dtype.name in CODE_DTYPES and len(entry.shape) > 1:
             raise UsageError(

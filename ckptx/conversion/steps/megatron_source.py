@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from ckptx.architecture.trainer_naming.megatron_prefixes import find_prefixes
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import SchemeChange
 from ckptx.conversion.steps.recorded_config import check_megatron_config
 from ckptx.conversion.steps.source_model import DroppedState
 from ckptx.errors import UnsupportedError
-from ckptx.model_view.megatron_names import STEP_FILE, MegatronModel, map_megatron_names
 from ckptx.options.conversion import ConversionOptions
 from ckptx.quantization.computed_files import ComputedFiles, FileOfBytes
 from ckptx.storage.interface import SourceFiles
+
+if TYPE_CHECKING:  # imported for a source with Megatron's names only
+    from ckptx.model_view.megatron_names import MegatronModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,11 @@ def rename_megatron_source(
         InputError: See `map_megatron_names` and `check_megatron_config`.
         UnsupportedError: See `map_megatron_names`, or `--optimizer keep`.
     """
-    model = None if base.is_none else map_megatron_names(base.source, base.config, files, with_optimizer=with_optimizer)
+    if base.is_none or not find_prefixes(base.source.tensors):
+        return RenamedSource(base, base.source, files)
+    from ckptx.model_view.megatron_names import STEP_FILE, map_megatron_names
+
+    model = map_megatron_names(base.source, base.config, files, with_optimizer=with_optimizer)
     if model is None:
         return RenamedSource(base, base.source, files)
     check_megatron_config(base)

@@ -13,7 +13,6 @@ from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.quantization.checkpoint import find_quantized_tensors, read_declared_quantization
 from ckptx.quantization.computed_files import ComputedFile, ComputedFiles
-from ckptx.quantization.tensors import describe_schemes
 from ckptx.storage.interface import SourceFiles
 from ckptx.wording import counted, first_of
 
@@ -99,6 +98,7 @@ def quantize_target(
         computed_entry,
         computed_file_name,
     )
+    from ckptx.quantization.tensors import describe_schemes
 
     assert base.catalog is not None
     catalog = base.catalog

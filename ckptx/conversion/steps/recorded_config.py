@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptx.architecture.trainer_naming.detect import find_trainer_conversions
-from ckptx.architecture.trainer_naming.megatron import head_counts
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.manifest import FileRecord, Manifest
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.conversion.steps.naming import NamedTarget
 from ckptx.errors import CkptxError, InputError
-from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.hf.hf_metadata import config_source
 from ckptx.formats.hf.reader import read_json_object
 from ckptx.formats.manifest_file import read_manifest
@@ -117,6 +115,8 @@ def _recorded_megatron_config(catalog: Catalog) -> FileRecord | None:
 
     None without a manifest of these tensors.
     """
+    from ckptx.formats.dcp.reader import METADATA
+
     source = catalog.source
     manifest = read_manifest(source.with_location(source.location.parent), [])
     if manifest is None or not source.listing().is_file(METADATA):
@@ -129,6 +129,8 @@ def _recorded_megatron_config(catalog: Catalog) -> FileRecord | None:
 
 def _heads_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
     """Return heads, key-value heads and size of a head; None if the config lacks one, as with latent attention."""
+    from ckptx.architecture.trainer_naming.megatron import head_counts
+
     try:
         return head_counts(config)
     except InputError:

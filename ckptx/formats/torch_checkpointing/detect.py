@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptx.errors import CkptxError, InputError, StorageFailure, UnsupportedError
 from ckptx.formats.hf.reader import INDEX_FILE, SINGLE_FILE
 from ckptx.formats.located_checkpoint import LocatedCheckpoint
 from ckptx.formats.rank_files import ShapeReader
-from ckptx.formats.torch_archive.archive import open_archive
-from ckptx.formats.torch_checkpointing.file_names import MODEL, UNFINISHED_PREFIX, group_item_files, parse_item_file
-from ckptx.formats.torch_checkpointing.metadata import METADATA_FILE, Metadata, read_metadata
+from ckptx.formats.torch_checkpointing.file_names import (
+    METADATA_FILE,
+    MODEL,
+    UNFINISHED_PREFIX,
+    group_item_files,
+    parse_item_file,
+)
 from ckptx.storage.interface import Source
+
+if TYPE_CHECKING:  # imported for directories that have such files only
+    from ckptx.formats.torch_checkpointing.metadata import Metadata
 
 _MAX_PEEKED = 8  # items whose first file is searched for DTensors
 _DTENSOR = b"torch.distributed.tensor"
@@ -88,6 +96,8 @@ def find_metadata(source: Source) -> Metadata | None:
     listing = source.listing()
     if not listing.has(METADATA_FILE):
         return None
+    from ckptx.formats.torch_checkpointing.metadata import read_metadata
+
     try:
         return read_metadata(source)
     except InputError:
@@ -100,6 +110,8 @@ def find_metadata(source: Source) -> Metadata | None:
 
 def has_dtensors(source: Source, name: str) -> bool:
     """Return True if the pickle of a torch archive mentions DTensor; False for a file that is not an archive."""
+    from ckptx.formats.torch_archive.archive import open_archive
+
     try:
         with source.open() as files:
             archive = open_archive(

@@ -1,4 +1,4 @@
-"""Names of the files of torch_checkpointing, `ITEM_RANK.pt` unless an item has a layout of its own."""
+"""Names of the files of torch_checkpointing: `metadata.pkl`, and `ITEM_RANK.pt` unless an item has its own layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from ckptx.formats.fsdp.file_names import parse_rank_file
 from ckptx.formats.unsupported import kind_of_name
 
+METADATA_FILE = "metadata.pkl"
 MODEL = "model"  # name of the item with the weights
 UNFINISHED_PREFIX = "tmp_"  # of the name of the directory, until the save is complete
 _ITEM_FILE = re.compile(r"([A-Za-z0-9_-]+)_(0|[1-9]\d{0,4})\.pt")

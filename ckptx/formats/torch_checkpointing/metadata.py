@@ -23,11 +23,11 @@ from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.formats.mesh_region import MeshPlacement, coordinate_of, local_region
 from ckptx.formats.torch_archive.unpickle import is_shape, load
+from ckptx.formats.torch_checkpointing.file_names import METADATA_FILE
 from ckptx.storage.interface import Source
 from ckptx.untrusted.file_name import find_name_fault
 from ckptx.untrusted.limits import MAX_METADATA_BYTES, MAX_RANKS, find_shape_fault
 
-METADATA_FILE = "metadata.pkl"
 _MAX_MESH_DIMS = 8
 _FORMATS = {
     "TorchSerialization": "torch",

@@ -31,9 +31,8 @@ from ckptx.formats.rank_tensors import RankTensors
 from ckptx.formats.torch_archive.archive import Archive, is_row_major, locate_tensor, open_archive
 from ckptx.formats.torch_archive.unpickle import TensorRef, UnsupportedObject, without_garbage_collection
 from ckptx.formats.torch_checkpointing.detect import find_metadata, has_dtensors
-from ckptx.formats.torch_checkpointing.file_names import MODEL, group_item_files
+from ckptx.formats.torch_checkpointing.file_names import METADATA_FILE, MODEL, group_item_files
 from ckptx.formats.torch_checkpointing.metadata import (
-    METADATA_FILE,
     ItemFile,
     ItemMetadata,
     LocalShards,

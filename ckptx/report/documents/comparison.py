@@ -21,8 +21,8 @@ class DiffReport(Report):
         total: Number of tensor names of the model that one or both checkpoints have.
         not_compared: Numbers of what `diff` does not compare, in both checkpoints together: `optimizer` (tensors of
             optimizer state), `other` (other tensors, not of the model), `objects` (pickled objects).
-        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "tie", or "setting" for
-            one of an adapter), and the values of both sides, `a` and `b`: dtype and shape (null: missing), or for "tie"
+        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "tie", or "setting" of
+            an adapter), and the values of both sides, `a` and `b`: dtype and shape (null: missing), or for "tie"
             whether the name is tied.
         tied_tensors: One entry per name that one checkpoint lacks because it ties it: `name`, `only_in` (path of the
             checkpoint that has it), and `tied_to` (the name in the other checkpoint).
@@ -53,8 +53,8 @@ class VerifyReport(Report):
         config_differences: Keys of config.json that both checkpoints have with different values, and that change what a
             model computes.
         config_mismatches: Paths of the checkpoints whose tensors do not match their config; a note says how.
-        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "content", or "setting"
-            for one of an adapter), and the values of both sides, `a` and `b`: dtype and shape (null: missing), or the
+        differing: One entry per difference: `name`, `what` differs ("missing", "shape", "dtype", "content", or
+            "setting" of an adapter), and the values of both sides, `a` and `b`: dtype and shape (null: missing), or the
             bytes of the first element that differs. For "content" also its `index`, `differing_count` (number of
             elements that differ; of a tensor larger than 16 MiB, only those in the first 16 MiB block with a
             difference), and `differing_elements` (the same in words).
