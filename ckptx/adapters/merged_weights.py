@@ -27,7 +27,7 @@ from ckptx.storage.interface import SourceFiles
 from ckptx.transfer.cast import round_to_bf16
 from ckptx.transfer.stream import TensorReader
 
-_BLOCK_NUMEL = 1 << 20  # elements of a block, at least one row
+_BLOCK_NUMEL = 1 << 18  # elements of a block, at least one row; its float32 values fit into the cache of a core
 _READER_NBYTES = 16 << 20  # memory limit for strided reads of the adapter, per thread
 
 
@@ -195,11 +195,11 @@ class MergedWeight:
             scaling = self._compute_dtype(layer.scaling * addition.factor)
             if self._adds_biases:
                 assert layer.bias is not None
-                delta = _read_rows(files.reader, layer.bias, first, count, self._compute_dtype).reshape(count, 1)
+                bias = _read_rows(files.reader, layer.bias, first, count, self._compute_dtype)
+                values += (bias * scaling).reshape(count, 1)
             else:
-                delta = self._left_rows(addition, first, count) @ self._right(position, addition)
-            delta *= scaling
-            values += delta
+                # The scaled factor has fewer elements than the product.
+                values += (self._left_rows(addition, first, count) * scaling) @ self._right(position, addition)
         return values
 
     def _base_rows(self, reader: TensorReader, first: int, count: int) -> Any:
@@ -325,7 +325,7 @@ def _read_rows(reader: TensorReader, entry: TensorEntry, first: int, count: int,
 
 def _to_float(data: Any, stored: DType, dtype: Any) -> Any:
     values = data.view("<f8") if stored.name == "F64" else stored_to_float32(data, stored)
-    return values.astype(dtype)
+    return values.astype(dtype, copy=False)
 
 
 def _stored_bytes(values: Any, entry: TensorEntry) -> memoryview:
@@ -338,11 +338,11 @@ def _stored_bytes(values: Any, entry: TensorEntry) -> memoryview:
         name = entry.dtype.name
         if name == "BF16":
             result = round_to_bf16(np.ascontiguousarray(values, np.float32))
-            is_finite = (result & 0x7F80) != 0x7F80
+            is_finite = not result.size or (result & 0x7FFF).max() < 0x7F80
         else:
             result = np.ascontiguousarray(values, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[name])
-            is_finite = np.isfinite(result)
-    if not is_finite.all():
+            is_finite = np.isfinite(result).all()
+    if not is_finite:
         raise InputError(
             f'tensor "{entry.name}": weight and adapter together give a value that is NaN or out of range for {name}; '
             "the adapter is damaged, or belongs to another model"

@@ -81,8 +81,16 @@ def _count_overflows(view: memoryview, result: Any, source: str, target: str, co
 def round_to_bf16(values: Any) -> Any:
     """Return float32 numbers rounded to bf16 (nearest, ties to even), as uint16; every NaN becomes 0x7FC0."""
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    rounded = bits >> 16  # in place from here on: a temporary array for each operation takes twice the time
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    result = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        result[is_nan] = 0x7FC0
+    return result
 
 
 class CastSink:
