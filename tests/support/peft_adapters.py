@@ -52,18 +52,22 @@ class Trained:
         adapter: Directory of the adapter.
         merged: State dict after `merge_and_unload`.
         exact: The same, computed in float64 and rounded to the dtype of the model.
+        wide: The same in float64.
         base: State dict of the model.
         outputs: Outputs of the model with the adapter, not merged.
-        changed: Names of the tensors that the adapter changes.
+        changed: Names of the tensors that PEFT changes.
+        unchanged_ties: Names among `changed` of tied weights whose other name is the one with an adapter.
     """
 
     model: Path
     adapter: Path
     merged: dict[str, torch.Tensor]
     exact: dict[str, torch.Tensor]
+    wide: dict[str, torch.Tensor]
     base: dict[str, torch.Tensor]
     outputs: list[torch.Tensor]
     changed: frozenset[str]
+    unchanged_ties: frozenset[str]
 
 
 def linear_modules(model: Any) -> list[str]:
@@ -74,22 +78,22 @@ def linear_modules(model: Any) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
 
 
-def module_name(model: Any, kind: str) -> str | None:
+def module_name(model: Any, kind: str) -> str:
     """Return the last component of the name of the input embedding ("embedding") or the output head ("head")."""
     module = model.get_input_embeddings() if kind == "embedding" else model.get_output_embeddings()
-    names = [name for name, each in model.named_modules() if each is module]
-    return names[0].rpartition(".")[2] if names else None
+    (name, *_) = [name for name, each in model.named_modules() if each is module]
+    return name.rpartition(".")[2]
 
 
-def train(recipe: Recipe, variant: Variant, inputs: Inputs, root: Path) -> Trained | None:
-    """Write a model and an adapter with random values; None if the model has no module of a kind that it needs."""
+def train(recipe: Recipe, variant: Variant, inputs: Inputs, root: Path) -> Trained:
+    """Write a model and an adapter with random values."""
     write(recipe, root / "model")
     model = load(root / "model")
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     targets = [*linear_modules(model), *(module_name(model, each) for each in variant.targets)]
     saved = [module_name(model, each) for each in variant.saved]
-    if None in targets or None in saved:
-        return None
+    ties = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding_names = [f"{name}.weight" for name, module in model.named_modules() if module in ties]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = LoraConfig(
@@ -112,7 +116,9 @@ def train(recipe: Recipe, variant: Variant, inputs: Inputs, root: Path) -> Train
         )
     exact = {name: tensor.to(merged[name].dtype) for name, tensor in wide.items()}
     changed = frozenset(name for name, tensor in merged.items() if not torch.equal(tensor, base[name]))
-    return Trained(root / "model", root / "adapter", merged, exact, base, found, changed)
+    ends = tuple(f"{module}.weight" for module in (*targets, *saved))
+    unchanged = {name for name in embedding_names if name in changed and not name.endswith(ends)}
+    return Trained(root / "model", root / "adapter", merged, exact, wide, base, found, changed, frozenset(unchanged))
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
