@@ -27,11 +27,11 @@ from ckptx.wording import counted
 
 _PREFIX = "base_model.model."
 # Module, kind of tensor, name of the adapter if it is in the name, and the last component.
-_LORA_NAME = re.compile(
+LORA_NAME = re.compile(
     r"(?P<module>.+?)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
 )
-_SAVED_NAME = re.compile(r"(?P<module>.+)\.modules_to_save(?:\.(?P<adapter>[^.]+))?\.(?P<leaf>[^.]+)")
+SAVED_NAME = re.compile(r"(?P<module>.+)\.modules_to_save(?:\.(?P<adapter>[^.]+))?\.(?P<leaf>[^.]+)")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -117,7 +117,7 @@ def group_tensors(catalog: Catalog, config: AdapterConfig) -> Adapter:
                 f'{catalog.location}: tensor "{stored_name}" has dtype {entry.dtype.name}; adapters in F32, BF16 or '
                 "F16 are supported"
             )
-        match = _LORA_NAME.fullmatch(name)
+        match = LORA_NAME.fullmatch(name)
         if match is not None:
             names.add(match["adapter"])
             kind = match["kind"] if match["leaf"] != "bias" else f"{match['kind']}.bias"
@@ -155,7 +155,7 @@ _OTHER_PARTS = frozenset({"token_adapter", "trainable_tokens_delta", "prompt_emb
 
 def _model_name(name: str) -> str:
     """Return the name in the model of a tensor that replaces another: `lm_head.modules_to_save.weight`."""
-    match = _SAVED_NAME.fullmatch(name)
+    match = SAVED_NAME.fullmatch(name)
     if match is not None:
         return f"{match['module']}.{match['leaf']}"
     module, _, leaf = name.rpartition(".")

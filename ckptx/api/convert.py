@@ -6,15 +6,18 @@ from ckptx.conversion.outputs.output_format import OutputFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.base_checkpoint import ConfigNeed
 from ckptx.conversion.steps.open_source import open_source
-from ckptx.options.api import three_table_api
+from ckptx.options.api import four_table_api
 from ckptx.options.conversion import ToDcpOptions, ToHfOptions, ToMegatronOptions
+from ckptx.options.to_peft import ToPeftOptions
 from ckptx.report.documents.conversion import ConversionReport
 from ckptx.report.report import Log, Stopwatch
 
 
-@three_table_api(ToDcpOptions, ToHfOptions, ToMegatronOptions, selector="direction")
-def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions) -> ConversionReport:
-    """Convert a checkpoint to a torch DCP, HF safetensors or Megatron torch_dist. The format of the source is detected.
+@four_table_api(ToDcpOptions, ToHfOptions, ToMegatronOptions, ToPeftOptions, selector="direction")
+def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions | ToPeftOptions) -> ConversionReport:
+    """Convert a checkpoint to a torch DCP, HF safetensors, Megatron torch_dist, or its adapter to the format of PEFT.
+
+    The format of the source is detected.
 
     With to-hf, `tied="alias"` and `optimizer="keep"` raise an error, because safetensors have no aliases and hold the
     model only.
@@ -40,6 +43,10 @@ def convert(options: ToDcpOptions | ToHfOptions | ToMegatronOptions) -> Conversi
             from ckptx.conversion.outputs.megatron import MegatronFormat
 
             output, config_need = MegatronFormat(options), "always"
+        elif isinstance(options, ToPeftOptions):
+            from ckptx.conversion.outputs.peft import PeftFormat
+
+            output, config_need = PeftFormat(options), "none"
         else:
             from ckptx.conversion.outputs.dcp import DcpFormat
 

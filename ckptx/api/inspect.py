@@ -128,12 +128,15 @@ def _inspect_adapter(checkpoint: Catalog, log: Log) -> dict[str, Any] | None:
 
     It is None, too, for an adapter that ckptx cannot merge, and a note says why.
     """
-    if not checkpoint.traits.is_adapter:
+    if not checkpoint.traits.is_adapter and not any(".lora_" in name for name in checkpoint.tensors):
         return None
     from ckptx.adapters.adapter import describe_adapter, open_adapter
+    from ckptx.adapters.state_dicts import describe_stored_adapter
 
     try:
-        return describe_adapter(open_adapter(checkpoint))
+        if checkpoint.traits.is_adapter:
+            return describe_adapter(open_adapter(checkpoint))
+        return describe_stored_adapter(checkpoint)
     except (InputError, UnsupportedError) as error:
         log.note(str(error))
         return None
@@ -186,10 +189,10 @@ def _group_sizes(view: ModelView) -> list[dict[str, Any]]:
 def _view_without_class_if_needed(catalog: Catalog, prefix: str | None, log: Log) -> ModelView:
     """Return the view of a checkpoint; without its model class, with a note, if a package to build it is missing."""
     try:
-        return view_model(catalog, prefix=prefix, allow_several=True)
+        return view_model(catalog, prefix=prefix, allow_several=True, allow_adapter=True)
     except EnvironmentProblem as error:
         log.note(str(error))
-        return view_model(catalog, config={}, prefix=prefix, allow_several=True)
+        return view_model(catalog, config={}, prefix=prefix, allow_several=True, allow_adapter=True)
 
 
 def _with_layout(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ckptx.conversion.outputs.dcp import DcpFormat
-from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
 from ckptx.conversion.outputs.output_format import OutputFormat
-from ckptx.conversion.outputs.sharded import ShardedFormat
 from ckptx.conversion.run_conversion import run_conversion
 from ckptx.conversion.steps.base_checkpoint import ConfigNeed
 from ckptx.conversion.steps.open_source import open_source
@@ -39,10 +36,16 @@ def merge(options: MergeOptions) -> ConversionReport:
         output: OutputFormat
         config_need: ConfigNeed = "config"
         if format_name == "hf":
+            from ckptx.conversion.outputs.huggingface import HuggingFaceFormat
+
             output, config_need = HuggingFaceFormat(options.hf_options()), "unless recorded"
         elif format_name == "safetensors":
+            from ckptx.conversion.outputs.sharded import ShardedFormat
+
             output = ShardedFormat(options)
         else:
+            from ckptx.conversion.outputs.dcp import DcpFormat
+
             options.check_prefix(traits)
             is_sharded = options.dims.world_size > 1 or traits.is_training_format
             output = DcpFormat(options, options if is_sharded else None)

@@ -39,10 +39,10 @@ from ckptx.untrusted.limits import MAX_MANIFEST_BYTES, find_shape_fault
 
 _MAX_VALUES = 1 << 24  # JSON values of any type; the largest published model with its optimizer state has a tenth
 _INTEGER_STOP = 1 << 63  # every integer must be less, so that it fits an int64
-# Formats of outputs with a manifest: those whose manifest records the original files, then HF checkpoints.
+# Formats of outputs with a manifest: those whose manifest records the original files, then HF checkpoints and adapters.
 _FORMATS = (
     *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.has_manifest),
-    *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.can_be_restored),
+    *(traits.name for traits in TRAITS_BY_FORMAT.values() if traits.can_be_restored or traits.is_adapter),
 )
 _INTEGER_TYPES = frozenset({int})
 _DIGEST = re.compile("[0-9a-f]{32}")

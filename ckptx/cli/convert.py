@@ -38,7 +38,7 @@ def _alias_text(entry: Command) -> str:
     examples=["ckptx convert to-dcp MODEL MODEL-dcp", "ckptx convert to-hf MODEL-dcp MODEL-back"],
 )
 def convert_group(**_: object) -> None:
-    """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist.
+    """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist, or its adapter to PEFT.
 
     The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP
     (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed files, files of meta-pytorch's
@@ -105,9 +105,28 @@ def to_megatron(call: CommandCall) -> int:
     return _run(call)
 
 
+@define_command(
+    "convert to-peft",
+    examples=[
+        "ckptx convert to-peft step-1000 ADAPTER --adapter-config run/adapter_config.json",
+        "ckptx convert to-peft step-1000 ADAPTER --alpha 32 --base-model-name org/name",
+        "ckptx convert to-peft step-1000 ADAPTER --alpha 32 --base MODEL",
+    ],
+)
+def to_peft(call: CommandCall) -> int:
+    """Convert the LoRA adapter in a training checkpoint to adapter_model.safetensors and adapter_config.json.
+
+    Names of PEFT (lora_A, lora_B) and of torchtitan (lora_a, lora_b) are read. Weights of the base and optimizer state
+    are left out. A checkpoint does not record the alpha of its adapter, so --adapter-config or --alpha is required,
+    except for verl's lora_train_meta.json.
+    """
+    return _run(call)
+
+
 convert_group.add_command(to_dcp)
 convert_group.add_command(to_hf)
 convert_group.add_command(to_megatron)
+convert_group.add_command(to_peft)
 command = convert_group  # the name that `ckptx.cli.main` imports from every module
 
 

@@ -115,6 +115,7 @@ def view_model(
     prefix: str | None = None,
     trust_remote_code: bool = False,
     allow_several: bool = False,
+    allow_adapter: bool = False,
     code_checkpoint: Catalog | None = None,
 ) -> ModelView:
     """Find the model in a checkpoint.
@@ -125,6 +126,7 @@ def view_model(
         prefix: Prefix of model names; None to detect it.
         trust_remote_code: True to run code from the checkpoint for classes that transformers lacks.
         allow_several: True to choose one of several complete models and note the others.
+        allow_adapter: True to accept tensors of an adapter among those of the model.
         code_checkpoint: Checkpoint that `config` and its custom code come from; None for `catalog`.
 
     Raises:
@@ -163,7 +165,7 @@ def view_model(
     names_by_pattern: dict[str, list[str]] = {}
     for name in tensors:
         names_by_pattern.setdefault(pattern_of(name), []).append(name)
-    if not catalog.traits.is_adapter:
+    if not catalog.traits.is_adapter and not allow_adapter:
         refuse_adapters(names_by_pattern, catalog.location)
     note = architecture_note(disk_architecture)
     if note is not None:

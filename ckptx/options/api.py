@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # not imported by a command that starts
     P = ParamSpec("P")
     Q = ParamSpec("Q")
     V = ParamSpec("V")
+    W = ParamSpec("W")
     T = TypeVar("T", bound=Options)
     R = TypeVar("R", covariant=True)
     S = TypeVar("S", covariant=True)
@@ -41,8 +42,8 @@ if TYPE_CHECKING:  # not imported by a command that starts
         @overload
         def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> S: ...
 
-    class ThreeTableFunction(Protocol[P, Q, V, U]):
-        """Function with three tables of options; each table has its own arguments."""
+    class FourTableFunction(Protocol[P, Q, V, W, U]):
+        """Function with four tables of options; each table has its own arguments."""
 
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> U: ...
@@ -50,6 +51,8 @@ if TYPE_CHECKING:  # not imported by a command that starts
         def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> U: ...
         @overload
         def __call__(self, *args: V.args, **kwargs: V.kwargs) -> U: ...
+        @overload
+        def __call__(self, *args: W.args, **kwargs: W.kwargs) -> U: ...
 
 
 def api(table: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
@@ -84,21 +87,27 @@ def two_table_api(
     return decorate
 
 
-def three_table_api(
-    first: Callable[P, Options], second: Callable[Q, Options], third: Callable[V, Options], *, selector: str
-) -> Callable[[Callable[[Any], U]], ThreeTableFunction[P, Q, V, U]]:
-    """Decorate a function that takes one of three tables, so that it takes their options as keyword arguments instead.
+def four_table_api(
+    first: Callable[P, Options],
+    second: Callable[Q, Options],
+    third: Callable[V, Options],
+    fourth: Callable[W, Options],
+    *,
+    selector: str,
+) -> Callable[[Callable[[Any], U]], FourTableFunction[P, Q, V, W, U]]:
+    """Decorate a function that takes one of four tables, so that it takes their options as keyword arguments instead.
 
     Args:
         first: First table.
         second: Second table.
         third: Third table.
+        fourth: Fourth table.
         selector: Argument whose value selects the table: the first with this value among its choices.
     """
 
-    def decorate(function: Callable[[Any], U]) -> ThreeTableFunction[P, Q, V, U]:
-        tables = [cast("type[Options]", table) for table in (first, second, third)]
-        return cast("ThreeTableFunction[P, Q, V, U]", _make_function(function, tables, selector))
+    def decorate(function: Callable[[Any], U]) -> FourTableFunction[P, Q, V, W, U]:
+        tables = [cast("type[Options]", table) for table in (first, second, third, fourth)]
+        return cast("FourTableFunction[P, Q, V, W, U]", _make_function(function, tables, selector))
 
     return decorate
 

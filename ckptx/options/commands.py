@@ -58,6 +58,10 @@ COMMANDS: Mapping[str, Command] = {
         "Convert a checkpoint to Megatron torch_dist", ["conversion:ToMegatronOptions"],
         "ckptx.api.convert:convert", "output:ReportOutput", writes_checkpoint=True,
     ),
+    "convert to-peft": Command(
+        "Convert the adapter of a training checkpoint to PEFT", ["to_peft:ToPeftOptions"],
+        "ckptx.api.convert:convert", "output:ReportOutput", writes_checkpoint=True,
+    ),
     "reshard": Command(
         "Reshard a checkpoint for a TP x PP x FSDP mesh", ["conversion:ReshardOptions"],
         "ckptx.api.reshard:reshard", "output:ReportOutput", writes_checkpoint=True,
@@ -86,7 +90,7 @@ COMMANDS: Mapping[str, Command] = {
     "env": Command("Print versions and system information", ["env:EnvOptions"]),
 }  # fmt: skip
 # Group of commands -> its line in the list of commands.
-GROUPS = {"convert": "Convert a checkpoint to DCP, HF safetensors or Megatron torch_dist"}
+GROUPS = {"convert": "Convert a checkpoint to DCP, HF safetensors, Megatron torch_dist or a PEFT adapter"}
 
 
 def commands_by_name() -> dict[str, Command]:

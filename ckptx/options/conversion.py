@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from ckptx.errors import UsageError
+from ckptx.options.adapter import AdapterSettings
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
 from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, Requirement, settings_of
@@ -68,7 +69,7 @@ BASE = Option(
     keywords=("none",),
 )
 SHARD_SIZE = "5GB"  # default of `--max-shard-size` for a source without a record of its original files
-_DIRECTION_HELP = "to-dcp, to-hf or to-megatron; hf2dcp and dcp2hf are aliases of the first two."
+DIRECTION_HELP = "to-dcp, to-hf, to-megatron or to-peft; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
     "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also Megatron "
     "torch_dist, per-rank FSDP files, DeepSpeed files, files of meta-pytorch's torch_checkpointing, or sharded "
@@ -76,7 +77,7 @@ _SRC_HELP = (
     "directory: that of the step, or one with a single checkpoint at most two levels below it. Of several "
     "steps, one is selected only by DeepSpeed's file latest."
 )
-_DST_HELP = "Directory to write."
+DST_HELP = "Directory to write."
 
 
 class AdapterPath(NamedTuple):
@@ -185,6 +186,19 @@ class ConversionOptions(
             )
 
     @property
+    def accepts_adapter(self) -> bool:
+        """Return True if the source may be an adapter."""
+        return False
+
+    def adapter_settings(self, base_name: str | None = None) -> AdapterSettings:
+        """Return what a training checkpoint does not record about its adapter; nothing for most commands.
+
+        Args:
+            base_name: Name or path of the base model, to record; None for none.
+        """
+        return AdapterSettings(None, None, base_name)
+
+    @property
     def adapters(self) -> tuple[AdapterPath, ...]:
         """Return the adapters to merge; empty for other commands than `merge`."""
         return ()
@@ -257,6 +271,10 @@ class DcpOptions(ConversionOptions):
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}
 
+    @property
+    def accepts_adapter(self) -> bool:
+        return True
+
     def check_prefix(self, source: "FormatTraits") -> None:
         """Check that `prefix` is not set for a training checkpoint.
 
@@ -275,9 +293,9 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-dcp"
 
-    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(_DIRECTION_HELP)]
+    direction: Annotated[Literal["to-dcp", "hf2dcp"], Argument(DIRECTION_HELP)]
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    dst: Annotated[str | Path, Argument(DST_HELP, "DST")]
     _: KW_ONLY
     base: Annotated[
         str | Path | None,
@@ -293,9 +311,9 @@ class ToHfOptions(ConversionOptions, kw_only=False):
 
     command: ClassVar[str] = "convert to-hf"
 
-    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(_DIRECTION_HELP)]
+    direction: Annotated[Literal["to-hf", "dcp2hf"], Argument(DIRECTION_HELP)]
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    dst: Annotated[str | Path, Argument(DST_HELP, "DST")]
     _: KW_ONLY
     names: Annotated[Names | None, NAMES._replace(default="hf")] = None
     tied: Annotated[
@@ -374,9 +392,9 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
     tied: ClassVar[TiedMode] = "auto"  # type: ignore[misc]
     optimizer: ClassVar[None] = None  # type: ignore[misc]
 
-    direction: Annotated[Literal["to-megatron"], Argument(_DIRECTION_HELP)]
+    direction: Annotated[Literal["to-megatron"], Argument(DIRECTION_HELP)]
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    dst: Annotated[str | Path, Argument(DST_HELP, "DST")]
     _: KW_ONLY
     base: Annotated[
         str | Path | None,
@@ -427,7 +445,7 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     command: ClassVar[str] = "reshard"
 
     src: Annotated[str | Path, Argument(_SRC_HELP, "SRC")]
-    dst: Annotated[str | Path, Argument(_DST_HELP, "DST")]
+    dst: Annotated[str | Path, Argument(DST_HELP, "DST")]
     _: KW_ONLY
     names: Annotated[
         Names | None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
+from ckptx.options.adapter import AdapterOptions
 from ckptx.options.conversion import FILES, NAMES, PREFIX, TIED, AdapterPath, DcpOptions, Names, TiedMode, ToHfOptions
 from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import OUTPUT_CHECKPOINT, SOURCE, Argument, Option, settings_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # not imported for a help page
 MergeOutput = Literal["hf", "dcp", "safetensors"]
 
 
-class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
+class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
     """Options of `merge`.
 
     Attributes:
@@ -41,8 +42,8 @@ class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
     adapter: Annotated[
         str | Path,
         Argument(
-            "LoRA adapter of PEFT: a directory with adapter_config.json and adapter_model.safetensors (or .bin), or a "
-            "Hub id.",
+            "LoRA adapter of PEFT: a directory with adapter_config.json and adapter_model.safetensors (or .bin), a Hub "
+            "id, or a training checkpoint with LoRA tensors, which requires --adapter-config or --alpha.",
             "ADAPTER",
         ),
     ]
@@ -106,6 +107,10 @@ class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
         Literal["auto", "always"],
         Option("Write an index file: auto (only for several files) or always (--to hf only).", OUTPUT_CHECKPOINT),
     ] = "auto"
+
+    @property
+    def accepts_adapter(self) -> bool:
+        return False
 
     @property
     def adapters(self) -> tuple[AdapterPath, ...]:

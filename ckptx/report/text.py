@@ -81,9 +81,9 @@ def conversion_text(report: ConversionReport) -> str:
             )
     if report.adapters:
         lines += [_adapter_line(row) for row in report.adapters]
-        lines.append(
-            f"merged: {counted(report.merged_weights or 0, 'tensor')} of {report.ledger['target']['tensors']:,}"
-        )
+    if report.merged_weights is not None:
+        total = report.ledger["target"]["tensors"]
+        lines.append(f"merged: {counted(report.merged_weights, 'tensor')} of {total:,}")
     if report.layout is not None and (len(report.ranks) > 1 or report.command == "reshard"):
         lines += _layout_lines(report, report.layout)
     is_unknown_class = (report.architecture or {}).get("known_from") == "suffix table"
@@ -129,7 +129,8 @@ def adapter_text(row: Mapping[str, Any]) -> str:
     numbers = [", ".join(f"{value:g}" for value in row[key]) for key in ("ranks", "alphas", "scalings")]
     if not row["layers"]:
         return "no LoRA layers"
-    settings = f"{kind}, rank {numbers[0]}, alpha {numbers[1]} (scaling {numbers[2]})"
+    alpha = f"alpha {numbers[1]} (scaling {numbers[2]})" if row["alphas"] else "alpha not recorded"
+    settings = f"{kind}, rank {numbers[0]}, {alpha}"
     return f"{settings}, {', '.join(row['modules'])} ({counted(row['layers'], 'layer')})"
 
 
@@ -284,12 +285,14 @@ def inspect_text(report: InspectionReport) -> str:
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
     if report.adapter:
-        lines = [line for line in lines if not line.startswith("  architecture")]
+        if report.format == "peft":
+            lines = [line for line in lines if not line.startswith("  architecture")]
         lines.append(f"  adapter       {adapter_text(report.adapter)}")
         if report.adapter["replaced"]:
             replaced = report.adapter["replaced"]
             lines.append(f"  replaces      {counted(len(replaced), 'tensor')}: {_first_names(replaced)}")
-        lines.append(f"  trained on    {report.adapter['base'] or 'unknown (no base_model_name_or_path)'}")
+        if report.format == "peft":
+            lines.append(f"  trained on    {report.adapter['base'] or 'unknown (no base_model_name_or_path)'}")
     if report.config_check and report.config_check["checked"] == "nothing":
         lines.append("  not checked   names, layers and shapes, which are unknown for this class and config")
     if report.prefix:

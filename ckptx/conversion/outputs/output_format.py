@@ -19,6 +19,7 @@ from ckptx.conversion.steps.sharding import ShardedTarget
 from ckptx.conversion.steps.source_model import DroppedState, Ties
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
+from ckptx.options.adapter import AdapterSettings
 from ckptx.options.mesh import ShardingOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
@@ -115,6 +116,11 @@ class OutputFormat(ABC):
     def quantizes(self) -> bool:
         """Return True if weights are quantized like those of the base."""
         return False
+
+    @property
+    def adapter_settings(self) -> AdapterSettings | None:
+        """Return the settings of the adapter in the source if the output is an adapter; None for a model."""
+        return None
 
     @property
     def has_new_prefix(self) -> bool:

@@ -101,12 +101,15 @@ class MergedModel:
         ]
 
 
-def open_adapters(options: ConversionOptions, dst: Path, stack: ExitStack) -> tuple[OpenedAdapter, ...]:
+def open_adapters(
+    options: ConversionOptions, dst: Path, model_config: Mapping[str, Any] | None, stack: ExitStack
+) -> tuple[OpenedAdapter, ...]:
     """Open the adapters that the options name; empty without `merge`.
 
     Args:
         options: `adapters`, and the Hub options for them.
         dst: Directory to write; must not contain files of an adapter.
+        model_config: Config of the model; None if it is not known.
         stack: Closes the files of the adapters.
 
     Raises:
@@ -117,6 +120,8 @@ def open_adapters(options: ConversionOptions, dst: Path, stack: ExitStack) -> tu
     if not options.adapters:
         return ()
     from ckptx.adapters.adapter import open_adapter
+    from ckptx.adapters.state_dicts import has_adapter
+    from ckptx.conversion.steps.adapter_source import extract_adapter
     from ckptx.formats.hf.hub import resolve_source
     from ckptx.formats.registry import open_checkpoint
     from ckptx.publishing.output_checks import refuse_overlap
@@ -127,14 +132,18 @@ def open_adapters(options: ConversionOptions, dst: Path, stack: ExitStack) -> tu
         local = resolve_source(path, revision=None, token=options.token, cache_dir=options.cache_dir)
         refuse_overlap(local, dst)
         catalog = open_checkpoint(local)
-        if not catalog.traits.is_adapter:
+        refuse_input_files(catalog, dst)
+        files = stack.enter_context(catalog.source.open(catalog.identities))
+        if catalog.traits.is_adapter:
+            adapter = open_adapter(catalog)
+        elif has_adapter(catalog):
+            adapter = extract_adapter(catalog, files, options.adapter_settings(), model_config).adapter
+        else:
             raise InputError(
                 f"{catalog.location}: is not an adapter (format: {catalog.format}); pass a directory with "
                 "adapter_config.json and adapter_model.safetensors, after MODEL"
             )
-        refuse_input_files(catalog, dst)
-        adapter = open_adapter(catalog)
-        opened.append(OpenedAdapter(adapter, factor, stack.enter_context(catalog.source.open(catalog.identities))))
+        opened.append(OpenedAdapter(adapter, factor, files))
     return tuple(opened)
 
 

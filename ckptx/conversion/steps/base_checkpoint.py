@@ -43,6 +43,7 @@ class BaseCheckpoint:
         is_none: True with `--base none`: no sidecar files are written, except those of Megatron's format.
         is_dequantized: True if the quantized weights of `source` are decoded.
         is_renamed: True if the tensors of `source` were renamed from Megatron's names to disk names.
+        adapter_config: Contents of the `adapter_config.json` to write; None if the output is a model.
         is_merged: True if adapters are added to its weights.
         notes: Notes for the user.
     """
@@ -56,6 +57,7 @@ class BaseCheckpoint:
     is_dequantized: bool = False
     is_renamed: bool = False
     is_merged: bool = False
+    adapter_config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
     @property

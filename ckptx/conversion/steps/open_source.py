@@ -69,7 +69,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         refuse_overlap(path, dst)
         notes = () if options.resume else _refuse_existing_target(dst, options)
         source = open_checkpoint(path)
-        if source.traits.is_adapter:
+        if source.traits.is_adapter and not options.accepts_adapter:
             raise UnsupportedError(
                 f"{source.location}: is an adapter, and no model by itself; add it to its model with "
                 "`ckptx merge MODEL ADAPTER DST`"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
+from ckptx.conversion.steps.adapter_source import AdapterSource
 from ckptx.conversion.steps.adapters import MergedModel
 from ckptx.conversion.steps.combined_tensors import CombinedTarget
 from ckptx.conversion.steps.dequantization import DequantizedSource
@@ -44,7 +45,8 @@ class ConversionState:
     Attributes:
         nbytes: Size of the output in bytes, without the manifest.
         scheme_change: Change from or to the names of a trainer; None for no such change.
-        dropped_by_merge: Stored `name` and `reason` of each tensor that an adapter replaces.
+        dropped_for_adapters: Stored `name` and `reason` of each tensor that an adapter replaces, or that is not part of
+            the adapter that is written.
     """
 
     dst: Path
@@ -67,7 +69,8 @@ class ConversionState:
     scheme_change: SchemeChange | None
     combined: CombinedTarget
     merged: MergedModel
-    dropped_by_merge: list[dict[str, str]]
+    dropped_for_adapters: list[dict[str, str]]
+    adapter_source: AdapterSource
 
 
 def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
@@ -103,7 +106,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
             *conversion.model.dropped,
             *conversion.dropped_state.tensors,
             *state.dropped,
-            *conversion.dropped_by_merge,
+            *conversion.dropped_for_adapters,
         ],
         config_edits=list(conversion.sidecars.edits),
         dtypes=conversion.ledger.dtypes,
@@ -125,7 +128,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
         dequantized=conversion.dequantized.report_entry(),
         quantized=conversion.quantized.report_entry(),
-        adapters=conversion.merged.report_entry(),
+        adapters=conversion.adapter_source.report_entry() or conversion.merged.report_entry(),
         merged_weights=len(conversion.merged.merged) if conversion.merged.adapters else None,
         dtype_unchanged=conversion.cast.uncast,
         base_dtypes=conversion.cast.base_dtype_counts,

@@ -233,8 +233,8 @@ def refuse_adapters(names: Iterable[str], root: Location) -> None:
     for name in names:
         if any(part in _ADAPTER_PARTS or part.startswith("lora_") for part in name.split(".")):
             raise UnsupportedError(
-                f'{root}: tensor "{name}" belongs to an adapter (LoRA or similar) that is stored together with '
-                "its model; merge it where it was trained (peft: merge_and_unload)"
+                f'{root}: tensor "{name}" belongs to an adapter (LoRA or similar); write the adapter with '
+                "`ckptx convert to-peft`, or add it to its model with `ckptx merge MODEL ADAPTER DST`"
             )
 
 

@@ -43,10 +43,10 @@ class ConversionReport(Report):
         quantized: With `--quantize base`, `schemes` as in `dequantized`; `unchanged`, the number of weights that are
             equal to the dequantized base, whose bytes were copied; and `encoded`, the names of the weights that were
             quantized again. Weights that an earlier, interrupted run or another process wrote are in `schemes` only.
-        adapters: For `merge`, each adapter in order: `path`, `factor`, `ranks`, `alphas` and `scalings` of its layers
-            (each value once), `rslora`, `dora`, `modules` (last components of their names), `layers` (number),
-            `replaced` (names of the tensors of the model that it replaces), `base` (model that it was trained on; null
-            if not recorded) and `bytes` of its tensors.
+        adapters: For `merge` each adapter in order, and for `convert to-peft` the one that is written: `path`,
+            `factor`, `ranks`, `alphas` and `scalings` of its layers (each value once), `rslora`, `dora`, `modules` (last
+            components of their names), `layers` (number), `replaced` (names of the tensors of the model that it
+            replaces), `base` (model that it was trained on; null if not recorded) and `bytes` of its tensors.
         merged_weights: For `merge`, number of tensors to which layers of adapters were added.
         dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
             `--dtype base` did not cast (see `base_dtypes`).
@@ -85,6 +85,7 @@ class ConversionReport(Report):
         "convert to-hf",
         "convert dcp2hf",
         "convert to-megatron",
+        "convert to-peft",
         "reshard",
         "merge",
     )

@@ -1,0 +1,173 @@
+"""`convert to-peft`: the adapter in a training checkpoint as a checkpoint of its own, which all later steps read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptx.catalog.catalog import Catalog
+from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
+from ckptx.errors import InputError
+from ckptx.options.adapter import AdapterSettings
+from ckptx.storage.interface import SourceFiles
+from ckptx.storage.local import LocalSource
+
+_VERL_FILE = "lora_train_meta.json"  # r and alpha, next to the files of the ranks
+
+if TYPE_CHECKING:  # numpy and the readers of adapters are imported for adapters only
+    from ckptx.adapters.adapter import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedAdapter:
+    """An adapter that was found in a training checkpoint.
+
+    Attributes:
+        adapter: The adapter; its catalog has located chunks, and names as PEFT writes them.
+        config: Contents of its `adapter_config.json`.
+        stored_names: Name that PEFT writes -> stored name.
+        dropped: Stored name of every other tensor of the checkpoint -> reason.
+    """
+
+    adapter: Adapter
+    config: Mapping[str, Any]
+    stored_names: Mapping[str, str]
+    dropped: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The source of a conversion; only the adapter in it if the output is one.
+
+    Attributes:
+        base: Base with the source to convert.
+        extracted: The adapter; None if the output is a model.
+        stored: Catalog of the source under its stored names.
+        notes: Notes for the user.
+    """
+
+    base: BaseCheckpoint
+    extracted: ExtractedAdapter | None = None
+    stored: Catalog | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dropped(self) -> list[dict[str, str]]:
+        """Stored `name` and `reason` of each tensor that is not part of the adapter; empty for a model."""
+        dropped = {} if self.extracted is None else self.extracted.dropped
+        return [{"name": name, "reason": reason} for name, reason in dropped.items()]
+
+    def report_entry(self) -> list[dict[str, Any]] | None:
+        """Return the entry `adapters` of the report; None for a model."""
+        if self.extracted is None:
+            return None
+        from ckptx.adapters.adapter import describe_adapter
+
+        adapter = self.extracted.adapter
+        return [{"path": str(adapter.catalog.location), "factor": 1.0, **describe_adapter(adapter)}]
+
+    def stored_names(self, names: Iterable[str]) -> set[str]:
+        """Return the stored names of tensors in `base.source`."""
+        stored = {} if self.extracted is None else self.extracted.stored_names
+        return {stored.get(name, name) for name in names}
+
+
+def extract_adapter(
+    catalog: Catalog, files: SourceFiles, settings: AdapterSettings, model_config: Mapping[str, Any] | None
+) -> ExtractedAdapter:
+    """Find the adapter in a training checkpoint, and give it a config.
+
+    Args:
+        catalog: Catalog of the checkpoint.
+        files: Its open files.
+        settings: Config or alpha of the adapter, and the base to record.
+        model_config: Config of the base model, which names of a trainer require; None if it is not known.
+
+    Raises:
+        InputError: There is no adapter, or several; alpha is not known; or the config does not fit the tensors.
+        UnsupportedError: The adapter is of a kind that ckptx does not read.
+    """
+    from ckptx.adapters.adapter import group_tensors
+    from ckptx.adapters.config import parse_adapter_config
+    from ckptx.adapters.state_dicts import derive_config, find_adapter_tensors
+    from ckptx.formats.hf.reader import read_json_object
+
+    found = find_adapter_tensors(catalog, model_config)
+    location = str(catalog.location)
+    config_path, alpha = f"{location} (config from --alpha)", settings.alpha
+    if alpha is None and catalog.source.listing().is_file(_VERL_FILE):
+        config_path = str(catalog.source.location / _VERL_FILE)
+        alpha = _recorded_alpha(read_json_object(catalog.source, _VERL_FILE), config_path)
+    if settings.config_file is not None:
+        path = Path(settings.config_file)
+        config = read_json_object(LocalSource(path.parent), path.name)
+        config_path = str(path)
+        if settings.base_name is not None:
+            config["base_model_name_or_path"] = settings.base_name
+    elif alpha is not None:
+        config = derive_config(found.tensors, alpha, settings.base_name, location)
+    else:
+        raise InputError(
+            f"{location}: a checkpoint of a trainer does not record the alpha of its adapter, which scales it; pass "
+            "--adapter-config FILE (adapter_config.json of the run) or --alpha N"
+        )
+    selected = replace(
+        catalog, tensors={stored: catalog.tensors[stored] for stored in found.stored_names.values()}, objects={}
+    )
+    if catalog.traits.has_archives:
+        from ckptx.formats.dcp.reader import locate_payloads
+
+        located = locate_payloads(selected, files).tensors
+        found = find_adapter_tensors(replace(catalog, tensors=catalog.tensors | located), model_config)
+    adapter_catalog = replace(
+        selected, format="peft", tensors=dict(found.tensors), sidecars=(), training_files=(), config=None,
+        planner_data=None, parts=(), verbatim={}, notes=[],
+    )  # fmt: skip
+    adapter = group_tensors(adapter_catalog, parse_adapter_config(config, config_path))
+    return ExtractedAdapter(adapter, config, found.stored_names, found.dropped)
+
+
+def _recorded_alpha(values: Mapping[str, Any], path: str) -> float:
+    """Return the alpha that verl recorded next to the files of the ranks.
+
+    Raises:
+        InputError: It is no finite number other than 0.
+    """
+    alpha = values.get("lora_alpha")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not isfinite(alpha) or not alpha:
+        raise InputError(
+            f"{path}: lora_alpha is {alpha!r:.40}, but a number other than 0 is required; pass --alpha N, or "
+            "--adapter-config FILE"
+        )
+    return float(alpha)
+
+
+def find_adapter_source(
+    base: BaseCheckpoint, files: SourceFiles, settings: AdapterSettings | None, model_config: Mapping[str, Any] | None
+) -> AdapterSource:
+    """Return the adapter in the source if the output is an adapter, else the source as it is.
+
+    Args:
+        base: Source and base, see `BaseCheckpoint`.
+        files: Files of the source.
+        settings: Settings of `convert to-peft`; None for other commands.
+        model_config: Config of the base model; None if it is not known.
+
+    Raises:
+        InputError, UnsupportedError: See `extract_adapter`.
+    """
+    if settings is None:
+        return AdapterSource(base)
+    extracted = extract_adapter(base.source, files, settings, model_config)
+    notes = [note for note in base.source.notes if note not in extracted.adapter.catalog.notes]
+    if settings.alpha is not None:
+        notes.append(
+            f"--alpha {settings.alpha:g}: the config has plain LoRA with alpha / rank; if the run used rsLoRA or "
+            "patterns of ranks or alphas, pass its own config with --adapter-config"
+        )
+    changed = replace(base, source=extracted.adapter.catalog, catalog=None, config=None, is_none=True, notes=())
+    changed = replace(changed, adapter_config=extracted.config)
+    return AdapterSource(changed, extracted, base.source, tuple(notes))
