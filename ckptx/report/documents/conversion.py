@@ -44,8 +44,8 @@ class ConversionReport(Report):
             equal to the dequantized base, whose bytes were copied; and `encoded`, the names of the weights that were
             quantized again. Weights that an earlier, interrupted run or another process wrote are in `schemes` only.
         adapters: For `merge` each adapter in order, and for `convert to-peft` the one that is written: `path`,
-            `factor`, `ranks`, `alphas` and `scalings` of its layers (each value once), `rslora`, `dora`, `modules` (last
-            components of their names), `layers` (number), `replaced` (names of the tensors of the model that it
+            `factor`, `ranks`, `alphas` and `scalings` of its layers (each value once), `rslora`, `dora`, `modules`
+            (last components of their names), `layers` (number), `replaced` (names of the tensors of the model that it
             replaces), `base` (model that it was trained on; null if not recorded) and `bytes` of its tensors.
         merged_weights: For `merge`, number of tensors to which layers of adapters were added.
         dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
