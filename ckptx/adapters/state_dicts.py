@@ -51,9 +51,14 @@ class AdapterTensors:
     adapter_name: str | None
 
 
+def is_lora_name(name: str) -> bool:
+    """Return True for the stored name of a tensor of a LoRA layer, not of its optimizer state."""
+    return ".lora_" in name and not is_optimizer(name)
+
+
 def has_adapter(catalog: Catalog) -> bool:
-    """Return True if names of a training checkpoint are those of LoRA layers."""
-    return any(".lora_" in name and not is_optimizer(name) for name in catalog.tensors)
+    """Return True if a training checkpoint has tensors of LoRA layers."""
+    return any(map(is_lora_name, catalog.tensors))
 
 
 def find_adapter_tensors(catalog: Catalog, config: Mapping[str, Any] | None) -> AdapterTensors:
@@ -243,7 +248,9 @@ def describe_stored_adapter(catalog: Catalog) -> dict[str, Any]:
         InputError: There is no complete adapter, or there are several.
         UnsupportedError: The adapter is of a kind that ckptx does not read.
     """
-    found = find_adapter_tensors(catalog, catalog.config)
+    # Rows of an archive can only be reordered after it was parsed, and shapes need no bytes.
+    shapes = replace(catalog, tensors={name: entry._replace(chunks=()) for name, entry in catalog.tensors.items()})
+    found = find_adapter_tensors(shapes, catalog.config)
     config = parse_adapter_config(derive_config(found.tensors, 1.0, None, str(catalog.location)), str(catalog.location))
     adapter = group_tensors(replace(catalog, tensors=dict(found.tensors)), config)
     nbytes = sum(entry.nbytes for entry in found.tensors.values())

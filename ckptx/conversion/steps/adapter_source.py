@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -92,9 +92,10 @@ def extract_adapter(
     """
     from ckptx.adapters.adapter import group_tensors
     from ckptx.adapters.config import parse_adapter_config
-    from ckptx.adapters.state_dicts import derive_config, find_adapter_tensors
+    from ckptx.adapters.state_dicts import derive_config, find_adapter_tensors, is_lora_name
     from ckptx.formats.hf.reader import read_json_object
 
+    catalog = _locate(catalog, [name for name in catalog.tensors if is_lora_name(name)], files)
     found = find_adapter_tensors(catalog, model_config)
     location = str(catalog.location)
     config_path, alpha = f"{location} (config from --alpha)", settings.alpha
@@ -114,20 +115,25 @@ def extract_adapter(
             f"{location}: a checkpoint of a trainer does not record the alpha of its adapter, which scales it; pass "
             "--adapter-config FILE (adapter_config.json of the run) or --alpha N"
         )
-    selected = replace(
-        catalog, tensors={stored: catalog.tensors[stored] for stored in found.stored_names.values()}, objects={}
-    )
-    if catalog.traits.has_archives:
-        from ckptx.formats.dcp.reader import locate_payloads
-
-        located = locate_payloads(selected, files).tensors
-        found = find_adapter_tensors(replace(catalog, tensors=catalog.tensors | located), model_config)
+    others = [stored for stored in found.stored_names.values() if not is_lora_name(stored)]
+    if others:
+        found = find_adapter_tensors(_locate(catalog, others, files), model_config)
     adapter_catalog = replace(
-        selected, format="peft", tensors=dict(found.tensors), sidecars=(), training_files=(), config=None,
-        planner_data=None, parts=(), verbatim={}, notes=[],
+        catalog, format="peft", tensors=dict(found.tensors), sidecars=(), training_files=(), config=None,
+        planner_data=None, parts=(), verbatim={}, notes=[], objects={},
     )  # fmt: skip
     adapter = group_tensors(adapter_catalog, parse_adapter_config(config, config_path))
     return ExtractedAdapter(adapter, config, found.stored_names, found.dropped)
+
+
+def _locate(catalog: Catalog, names: Collection[str], files: SourceFiles) -> Catalog:
+    """Return the catalog with located chunks of some tensors, whose torch archives are parsed."""
+    if not catalog.traits.has_archives or not names:
+        return catalog
+    from ckptx.formats.dcp.reader import locate_payloads
+
+    located = locate_payloads(replace(catalog, tensors={name: catalog.tensors[name] for name in names}), files)
+    return replace(catalog, tensors=catalog.tensors | located.tensors)
 
 
 def _recorded_alpha(values: Mapping[str, Any], path: str) -> float:
