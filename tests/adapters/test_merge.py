@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,10 +12,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import save_file
 
 import ckptx
 from ckptx.errors import UnsupportedError
-from tests.support.models import RECIPES, Recipe, load, outputs, read_hf
+from tests.support.models import RECIPES, Recipe, load, outputs, read_hf, write
 from tests.support.peft_adapters import VARIANTS, Trained, train, ulps
 from tests.support.slow import slow_but
 
@@ -158,3 +161,35 @@ def test_resumed_merge_with_another_adapter_starts_again(tmp_path: Path) -> None
     assert report.bytes_written
     ckptx.merge(first.model, second.adapter, tmp_path / "expected")
     assert ckptx.verify(tmp_path / "expected", tmp_path / "out").exit == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_experts_with_an_adapter_each(family: str, tmp_path: Path) -> None:
+    """Trainers that have a module for each expert save such names; PEFT converts them for fused experts."""
+    recipe = replace(RECIPES[family], dtype=torch.float32)
+    write(recipe, tmp_path / "model")
+    base, generator = read_hf(tmp_path / "model"), torch.Generator().manual_seed(0)
+    expected, adapter = dict(base), {}
+    for name, weight in base.items():
+        if ".experts." not in name or "shared" in name:
+            continue
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        a = torch.randn(4, weight.shape[1], generator=generator) * 0.2
+        b = torch.randn(weight.shape[0], 4, generator=generator) * 0.2
+        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        expected[name] = (weight.double() + 1.5 * (b.double() @ a.double())).float()
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter/adapter_model.safetensors", {"format": "pt"})
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in adapter})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": targets}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    ckptx.merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out")
+    found = read_hf(tmp_path / "out")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = PeftModel.from_pretrained(load(tmp_path / "model"), tmp_path / "adapter").eval()
+    for mine, theirs in zip(
+        outputs(load(tmp_path / "out"), recipe.inputs()), outputs(peft_model, recipe.inputs()), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
