@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from ckptx.catalog.dtype import DTYPES_BY_NAME, DType
 from ckptx.catalog.region import Shape
 from ckptx.formats.hf.reader import format_index
 from ckptx.formats.hf.safetensors import format_header_text, frame_header, pad_header
+from ckptx.transfer.cast import round_to_bf16
 
 # Repeated with a shift, so that blocks have different checksums and gigabytes are written fast.
 _BLOCK = os.urandom(8 << 20)
@@ -233,7 +237,7 @@ def _deepseek_layer(prefix: str, config: dict[str, Any], *, dense: bool) -> Shap
         yield from _mlp(f"{prefix}mlp.experts.{expert}.", inner, hidden)
 
 
-def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool = False) -> int:
+def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool = False, normal: bool = False) -> int:
     """Write an HF checkpoint in safetensors files of about equal size.
 
     Args:
@@ -241,6 +245,7 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
         model: Tensors and config to write.
         shards: Number of safetensors files.
         sparse: Write holes instead of tensors; they read as zeros.
+        normal: Write bf16 numbers of a normal distribution, as weights have it, instead of random bytes.
 
     Returns:
         Size of all tensors in bytes.
@@ -254,7 +259,7 @@ def write_checkpoint(root: Path, model: Model, shards: int = 2, *, sparse: bool 
     for tensor, nbytes in zip(tensors, sizes, strict=True):
         tensors_by_file[min(shards - 1, written_bytes * shards // total)].append(tensor)
         written_bytes += nbytes
-    write_payload = _write_hole if sparse else _write_random
+    write_payload = _write_hole if sparse else _write_normal if normal else _write_random
     for index, tensors_of_file in enumerate(tensors_by_file):
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         _write_shard(root / file, tensors_of_file, write_payload)
@@ -289,3 +294,17 @@ def _write_random(out: BinaryIO, nbytes: int) -> None:
     for start in range(0, nbytes, len(_BLOCK)):
         shift = start // len(_BLOCK) * 4099 % len(_BLOCK)
         out.write((_BLOCK[shift:] + _BLOCK[:shift])[: nbytes - start])
+
+
+def _write_normal(out: BinaryIO, nbytes: int) -> None:
+    block = _normal_block()
+    for start in range(0, nbytes, len(block)):
+        shift = start // len(block) * 4098 % len(block)  # even, so that no number is cut
+        out.write((block[shift:] + block[:shift])[: nbytes - start])
+
+
+@cache
+def _normal_block() -> bytes:
+    """Return bf16 numbers of a normal distribution with a standard deviation of 0.02."""
+    values = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32) * np.float32(0.02)
+    return round_to_bf16(values).tobytes()

@@ -3,9 +3,9 @@
     merged = W + s B A                                LoRA
     merged = m / |W + s B A| * (W + s B A)            DoRA, with the norm of each output row and its magnitude m
 
-The sum is computed in float32 (in float64 for a float32 weight) and rounded once to the dtype of the weight. The result
-is within one unit in the last place of the correctly rounded one; where weight and change nearly cancel, its absolute
-error is that of float32 for the larger of the two. A weight is computed in blocks of rows whose size depends on its
+The sum is computed in float32, where weight and change nearly cancel and for a float32 weight in float64, and rounded
+once to the dtype of the weight. The result is within one unit in the last place of the correctly rounded one. A weight
+is computed in blocks of rows whose size depends on its
 shape alone. So its bytes do not depend on the order of reads, on the layout of the output or on the number of threads.
 """
 
@@ -29,6 +29,7 @@ from ckptx.transfer.cast import round_to_bf16
 from ckptx.transfer.stream import TensorReader
 
 _BLOCK_NUMEL = 1 << 18  # elements of a block, at least one row; its float32 values fit into the cache of a core
+_REFINED_NUMEL = 1 << 20  # elements of the factors that are gathered at a time
 _READER_NBYTES = 16 << 20  # memory limit for strided reads of the adapter, per thread
 
 
@@ -59,14 +60,14 @@ class ThreadCache(threading.local):
         owner: Weight that the rest belongs to; None at first.
         block_index: Index of the block; None before the first.
         block: Bytes of the block.
-        right: Position of an addition -> its right factor.
+        right: Position of an addition -> its right factor, and the largest norm of its columns.
     """
 
     def __init__(self) -> None:
         self.owner: object = None
         self.block_index: int | None = None
         self.block = memoryview(b"")
-        self.right: dict[int, Any] = {}
+        self.right: dict[int, tuple[Any, float]] = {}
 
     def start(self, owner: object) -> None:
         """Drop what belongs to another weight."""
@@ -88,6 +89,22 @@ class Addition(NamedTuple):
     files: AdapterFiles
     factor: float
     is_transposed: bool
+
+
+class _Term(NamedTuple):
+    """One product that is added to some rows of a weight.
+
+    Attributes:
+        left: [rows, rank].
+        right: [rank, columns].
+        column_norm: Largest norm of the columns of `right`.
+        scaling: Factor of the product.
+    """
+
+    left: Any
+    right: Any
+    column_norm: float
+    scaling: Any
 
 
 class MergedWeight:
@@ -190,19 +207,57 @@ class MergedWeight:
 
     def _sum(self, reader: TensorReader, first: int, count: int) -> Any:
         """Return rows of the weight with all layers added, of shape (count, columns)."""
-        values = self._base_rows(reader, first, count).reshape(count, self._columns)
-        for position, addition in enumerate(self._additions):
-            layer, files = addition.layer, addition.files
-            scaling = self._compute_dtype(layer.scaling * addition.factor)
-            if self._adds_biases:
+        base = self._base_rows(reader, first, count).reshape(count, self._columns)
+        if self._adds_biases:
+            values = base
+            for layer, files, factor, _ in self._additions:
                 assert layer.bias is not None
                 bias = _read_rows(files.reader, layer.bias, first, count, self._compute_dtype)
-                values += (bias * scaling).reshape(count, 1)
-            else:
-                delta = self._left_rows(addition, first, count) @ self._right(position, addition)
-                delta *= scaling  # after the product, as PEFT does
-                values += delta
+                values += (bias * self._compute_dtype(layer.scaling * factor)).reshape(count, 1)
+            return values
+        terms = [self._term(position, addition, first, count) for position, addition in enumerate(self._additions)]
+        values = base
+        for term in terms:
+            delta = term.left @ term.right
+            delta *= term.scaling  # after the product, as PEFT does
+            values = values + delta
+        if self._compute_dtype is np.float32:
+            self._refine(values, base, terms)
         return values
+
+    def _term(self, position: int, addition: Addition, first: int, count: int) -> _Term:
+        right, column_norm = self._right(position, addition)
+        scaling = self._compute_dtype(addition.layer.scaling * addition.factor)
+        return _Term(self._left_rows(addition, first, count), right, column_norm, scaling)
+
+    def _refine(self, values: Any, base: Any, terms: Sequence[_Term]) -> None:
+        """Compute in float64 the elements that are so small against their terms that float32 is not exact enough.
+
+        The error of an element in float32 is at most 2 ** -24 of the sum of the magnitudes, for each operation. It has
+        to be less than a quarter of a unit in the last place of the dtype of the weight.
+
+        Args:
+            values: Sums in float32; changed in place.
+            base: The weight without layers.
+            terms: Terms that were added to it.
+        """
+        magnitude = max(float(base.max()), -float(base.min()))
+        rank = 0
+        for term in terms:
+            row_norm = float(np.sqrt(np.einsum("ij,ij->i", term.left, term.left).max()))
+            magnitude += abs(float(term.scaling)) * row_norm * term.column_norm
+            rank += term.left.shape[1]
+        bits = 8 if self.base.dtype.name == "BF16" else 11  # of the significand
+        smallest = magnitude * (rank + 3) * 2.0 ** (bits + 2 - 24)
+        rows, columns = np.nonzero(np.abs(values) < smallest)
+        step = max(1, _REFINED_NUMEL // max(1, rank))
+        for begin in range(0, len(rows), step):
+            i, j = rows[begin : begin + step], columns[begin : begin + step]
+            exact = base[i, j].astype(np.float64)
+            for term in terms:
+                products = term.left[i].astype(np.float64) * term.right[:, j].T
+                exact += float(term.scaling) * products.sum(axis=1)
+            values[i, j] = exact
 
     def _base_rows(self, reader: TensorReader, first: int, count: int) -> Any:
         """Return rows of the weight without layers; those of a replacement are rounded to the dtype of the weight."""
@@ -222,19 +277,23 @@ class MergedWeight:
         data = read_region(reader, layer.a, region)
         return _to_float(data, layer.a.dtype, self._compute_dtype).reshape(layer.rank, count).T
 
-    def _right(self, position: int, addition: Addition) -> Any:
-        """Return the right factor, of shape (rank, columns): A, or the transpose of B; kept by each thread."""
+    def _right(self, position: int, addition: Addition) -> tuple[Any, float]:
+        """Return the right factor, of shape (rank, columns), and the largest norm of its columns; kept by each thread.
+
+        It is A, or the transpose of B.
+        """
         cached = self._cache.right
         if position not in cached:
             layer = addition.layer
             entry = layer.b if addition.is_transposed else layer.a
             data = read_region(addition.files.reader, entry, full_region(entry.shape))
             values = _to_float(data, entry.dtype, self._compute_dtype)
-            cached[position] = (
-                values.reshape(self._columns, layer.rank).T
+            right = (
+                np.ascontiguousarray(values.reshape(self._columns, layer.rank).T)
                 if addition.is_transposed
                 else values.reshape(layer.rank, self._columns)
             )
+            cached[position] = right, float(np.sqrt(np.einsum("ij,ij->j", right, right).max()))
         return cached[position]
 
     def _magnitude(self) -> Any:
