@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, log, sqrt
 from typing import Any
 
 from ckptx.errors import InputError, UnsupportedError
@@ -24,7 +24,7 @@ from ckptx.storage.interface import Source
 _MAX_RANK = 1 << 20
 MAX_MATCHED_NAME = 200  # characters of a module name that is matched with patterns
 _MAX_PATTERN_LENGTH = 400
-_MAX_MATCHES = 5 * 10**6  # ways in which a pattern may match a name of 100 characters
+_MAX_LOG_MATCHES = log(5e6)  # of the ways in which a pattern may match a name of 100 characters
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _QUANTIFIER = re.compile(r"[*+{]")
 _OPTIONAL = re.compile(r"(?<![(*+?])\?")
@@ -113,18 +113,20 @@ def _compile(pattern: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _match_count(pattern: str) -> float:
-    """Return an upper bound of the ways in which a pattern can match a name of 100 characters."""
+def _log_matches(pattern: str) -> float:
+    """Return the logarithm of an upper bound of the ways in which a pattern can match a name of 100 characters."""
     if len(pattern) > _MAX_PATTERN_LENGTH:
         return inf
     plain = _ESCAPE.sub("x", pattern)
     if _QUANTIFIED_GROUP.search(plain) or _VERBOSE.search(plain):
         return inf
     groups = plain.count("(") + 1
-    alternatives = (
-        (plain.count("|") + groups) / groups
-    ) ** groups  # the product over groups is largest if all have as many
-    return 101 ** len(_QUANTIFIER.findall(plain)) * 2 ** len(_OPTIONAL.findall(plain)) * alternatives
+    return (
+        len(_QUANTIFIER.findall(plain)) * log(101)
+        + len(_OPTIONAL.findall(plain)) * log(2)
+        # The product of the numbers of alternatives is largest if all groups have as many.
+        + groups * log((plain.count("|") + groups) / groups)
+    )
 
 
 def read_adapter_config(source: Source) -> AdapterConfig:
@@ -241,7 +243,7 @@ class _ConfigReader:
             InputError: It is none.
             UnsupportedError: Matching it could take long: it repeats a group, or has many repetitions.
         """
-        if _match_count(pattern) > _MAX_MATCHES:
+        if _log_matches(pattern) > _MAX_LOG_MATCHES:
             raise UnsupportedError(
                 f"{self._path}: {key}: the pattern {pattern!r:.80} could take very long to match; write the module "
                 "names out, or use at most 3 repetitions such as .* and none of a group"
