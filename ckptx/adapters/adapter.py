@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptx.adapters.config import AdapterConfig, read_adapter_config
+from ckptx.adapters.config import MAX_MATCHED_NAME, AdapterConfig, read_adapter_config
 from ckptx.catalog.catalog import Catalog
 from ckptx.catalog.entry import TensorEntry
 from ckptx.errors import InputError, UnsupportedError
@@ -185,6 +185,11 @@ def _make_layer(catalog: Catalog, config: AdapterConfig, module: str, found: Map
         raise InputError(
             f'{catalog.location}: layer "{module}" has "{some}" but no lora_{missing}; the adapter is incomplete, save '
             "it again"
+        )
+    if (config.rank_pattern or config.alpha_pattern) and len(module) > MAX_MATCHED_NAME:
+        raise UnsupportedError(
+            f'{catalog.location}: layer "{module:.80}..." has a name of {len(module):,} characters, and names up to '
+            f"{MAX_MATCHED_NAME} are matched with rank_pattern and alpha_pattern; merge it with PEFT"
         )
     rank = config.layer_rank(module)
     if config.target_parameters and module.rpartition(".")[2] in _parameter_modules(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptx.adapters.adapter import Adapter, LoraLayer
@@ -128,6 +128,14 @@ class Changes:
                     f'{location}: "{name}" is replaced by one adapter and changed by another; merge the first, then '
                     "the second"
                 )
+
+    def files_of(self, names: Iterable[str]) -> set[AdapterFiles]:
+        """Return the files of the adapters that change any of these tensors."""
+        files: set[AdapterFiles] = set()
+        for name in names:
+            files |= {each.files for each in (*self.additions.get(name, ()), *self.bias_additions.get(name, ()))}
+            files |= {self.replaced[name][1]} if name in self.replaced else set()
+        return files
 
     def share(self, name: str, other: str) -> None:
         """Change `other`, the second name of a tied weight, in the same way as `name`."""

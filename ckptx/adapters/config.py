@@ -9,9 +9,11 @@ dropout, are ignored; settings under which this formula does not hold are refuse
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from functools import lru_cache
+from math import inf, isfinite, log, sqrt
 from typing import Any
 
 from ckptx.errors import InputError, UnsupportedError
@@ -20,12 +22,16 @@ from ckptx.formats.peft.detect import CONFIG_FILE
 from ckptx.storage.interface import Source
 
 _MAX_RANK = 1 << 20
+MAX_MATCHED_NAME = 200  # characters of a module name that is matched with patterns
 _MAX_PATTERN_LENGTH = 400
-_MAX_QUANTIFIERS = 3  # in a pattern; the time to match a name grows with the power of their number
-_QUANTIFIER = re.compile(r"(?<!\\)[*+{]")
+_MAX_LOG_MATCHES = log(5e6)  # of the ways in which a pattern may match a name of 100 characters
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_QUANTIFIER = re.compile(r"[*+{]")
+_OPTIONAL = re.compile(r"(?<![(*+?])\?")
 _QUANTIFIED_GROUP = re.compile(r"\)\s*[*+{]")
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*[-:)]")  # a comment can hide a quantifier
 # Values of `init_lora_weights` that change the weights of the base, so that the adapter belongs to other weights.
-_BASE_CHANGING_INITS = re.compile(r"pissa.*|olora|corda|loftq|lora_ga", re.IGNORECASE)
+_BASE_CHANGING_INITS = re.compile(r"pissa.*|olora|corda.*|loftq|lora_ga", re.IGNORECASE | re.DOTALL)
 # Settings under which the merged weight has another formula, or none -> what they are.
 _UNSUPPORTED_SETTINGS = {
     "alora_invocation_tokens": "activated LoRA, which applies to some tokens only",
@@ -94,9 +100,33 @@ class AdapterConfig:
 def _match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a module name, after a dot or the beginning."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _compile(pattern).match(module):
             return value
     return default
+
+
+@lru_cache(maxsize=1 << 14)  # `re` keeps 512, and the adapter of a large model may have a pattern for each layer
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression for a whole module name with which PEFT uses a pattern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about syntax that a later version of Python may read in another way
+        return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def _log_matches(pattern: str) -> float:
+    """Return the logarithm of an upper bound of the ways in which a pattern can match a name of 100 characters."""
+    if len(pattern) > _MAX_PATTERN_LENGTH:
+        return inf
+    plain = _ESCAPE.sub("x", pattern)
+    if _QUANTIFIED_GROUP.search(plain) or _VERBOSE.search(plain):
+        return inf
+    groups = plain.count("(") + 1
+    return (
+        len(_QUANTIFIER.findall(plain)) * log(101)
+        + len(_OPTIONAL.findall(plain)) * log(2)
+        # The product of the numbers of alternatives is largest if all groups have as many.
+        + groups * log((plain.count("|") + groups) / groups)
+    )
 
 
 def read_adapter_config(source: Source) -> AdapterConfig:
@@ -125,7 +155,7 @@ def parse_adapter_config(values: Mapping[str, Any], path: str) -> AdapterConfig:
     reader = _ConfigReader(values, path)
     kind = values.get("peft_type")
     if kind != "LORA":
-        found = "has no peft_type" if kind is None else f'peft_type is "{kind}"'
+        found = "has no peft_type" if kind is None else f"peft_type is {kind!r:.80}"
         raise UnsupportedError(f"{path}: {found}, and ckptx reads LoRA adapters only (LORA); merge it with PEFT")
     for key, description in _UNSUPPORTED_SETTINGS.items():
         if values.get(key):
@@ -213,17 +243,18 @@ class _ConfigReader:
             InputError: It is none.
             UnsupportedError: Matching it could take long: it repeats a group, or has many repetitions.
         """
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise InputError(f'{self._path}: {key}: "{pattern:.80}" is no regular expression: {error}') from error
-        is_simple = len(pattern) <= _MAX_PATTERN_LENGTH and len(_QUANTIFIER.findall(pattern)) <= _MAX_QUANTIFIERS
-        if not is_simple or _QUANTIFIED_GROUP.search(pattern):
+        if _log_matches(pattern) > _MAX_LOG_MATCHES:
             raise UnsupportedError(
-                f'{self._path}: {key}: the pattern "{pattern:.80}" could take very long to match; write the module '
-                "names out, or use at most "
-                f"{_MAX_QUANTIFIERS} repetitions such as .* and none of a group"
+                f"{self._path}: {key}: the pattern {pattern!r:.80} could take very long to match; write the module "
+                "names out, or use at most 3 repetitions such as .* and none of a group"
             )
+        try:
+            _compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InputError(
+                f"{self._path}: {key}: {pattern!r:.80} cannot be used as a regular expression: "
+                f"{str(error).partition(chr(10))[0]:.200}; correct the file"
+            ) from error
         return pattern
 
     def _error(self, key: str, value: Any, required: str) -> InputError:

@@ -193,14 +193,15 @@ class MergedWeight:
             return self._cache.block
         first = index * self._block_rows
         count = min(self._block_rows, self._rows - first)
-        values = self._sum(reader, first, count)
-        layer = self._additions[0].layer
-        if layer.magnitude is not None and not self._adds_biases:
-            if self._additions[0].is_transposed:
-                values *= self._factors_of_columns(reader)
-            else:
-                norms = np.linalg.norm(values, axis=1)
-                values *= self._factors(self._magnitude()[first : first + count], norms)[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):  # `_stored_bytes` refuses the values
+            values = self._sum(reader, first, count)
+            layer = self._additions[0].layer
+            if layer.magnitude is not None and not self._adds_biases:
+                if self._additions[0].is_transposed:
+                    values *= self._factors_of_columns(reader)
+                else:
+                    norms = np.linalg.norm(values, axis=1)
+                    values *= self._factors(self._magnitude()[first : first + count], norms)[:, None]
         block = _stored_bytes(values, self.base)
         self._cache.block_index, self._cache.block = index, block
         return block
@@ -320,10 +321,10 @@ class MergedWeight:
             return self._column_factors
 
     def _factors(self, magnitude: Any, norms: Any) -> Any:
-        if not norms.all():
+        if not (norms.all() and np.isfinite(norms).all()):
             raise InputError(
-                f'tensor "{self.base.name}": a row of weight and adapter together is zero, and DoRA divides by its '
-                "norm; the adapter is damaged, or belongs to another model"
+                f'tensor "{self.base.name}": a row of weight and adapter together is zero or has a norm that is out of '
+                "range, and DoRA divides by its norm; the adapter is damaged, or belongs to another model"
             )
         return magnitude / norms
 

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: `settings_of` reads the annotations of fields as objects.
 
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from math import isfinite
@@ -138,7 +139,7 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
 
     def check(self) -> None:
         super().check()
-        if len(self.adapters) != len({(each.path, each.factor) for each in self.adapters}):
+        if len(self.adapters) != len({(os.path.realpath(each.path), each.factor) for each in self.adapters}):
             raise UsageError("--add: names the same adapter twice; leave one of them out")
 
     def check_output(self, output: MergeOutput) -> None:

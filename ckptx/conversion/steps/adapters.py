@@ -23,6 +23,7 @@ from ckptx.storage.interface import SourceFiles
 if TYPE_CHECKING:  # numpy and the readers of adapters are imported by `merge` only
     from ckptx.adapters.adapter import Adapter
     from ckptx.adapters.changes import Changes
+    from ckptx.adapters.merged_weights import AdapterFiles
     from ckptx.architecture.tied import TieDecision
 
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)")  # directory of a repository in the cache of the Hub
@@ -189,10 +190,13 @@ def merge_adapters(
         **{name: view.tensors[stored].with_name(view.prefix + name) for name, stored in second_names.items()},
     }
     changes = Changes(WeightNames.of(view, tensors))
+    tying: set[AdapterFiles] = set()
     for each in adapters:
-        changes.add(each.adapter, AdapterFiles(each.files), each.factor)
-    keeps_ties = any(each.adapter.config.keeps_ties for each in adapters)
-    _refuse_or_share(changes, view, decisions, keeps_ties=keeps_ties)
+        adapter_files = AdapterFiles(each.files)
+        changes.add(each.adapter, adapter_files, each.factor)
+        if each.adapter.config.keeps_ties:
+            tying.add(adapter_files)
+    _refuse_or_share(changes, view, decisions, tying)
     notes = [note for each in adapters for note in check_values(each.adapter, each.files)]
     untied = _untied_names(changes, decisions)
     computed = changes.computed(tensors)
@@ -292,15 +296,30 @@ def _groups(decisions: Iterable[TieDecision]) -> list[set[str]]:
     return list(groups.values())
 
 
-def _refuse_or_share(changes: Changes, view: ModelView, decisions: list[TieDecision], *, keeps_ties: bool) -> None:
+def _refuse_or_share(changes: Changes, view: ModelView, decisions: list[TieDecision], tying: set[AdapterFiles]) -> None:
     """Change all names of a tied weight if the adapter keeps ties; else check that the weight can be untied.
 
+    Args:
+        changes: Changes by all adapters.
+        view: Model.
+        decisions: Decisions about its tied weights.
+        tying: Files of the adapters that keep ties.
+
     Raises:
-        UnsupportedError: It cannot: the class has one tensor for both names.
+        UnsupportedError: It cannot: the class has one tensor for both names. Or an adapter that keeps ties and another
+            one change the weight.
     """
     changed = set(changes.names)
     for group in _groups(decisions):
         names = sorted(group & changed)
+        files = changes.files_of(names)
+        keeps_ties = not files.isdisjoint(tying)
+        if keeps_ties and len(files) > 1:
+            (first, *_), (second, *_) = names, sorted(group - {names[0]})
+            raise UnsupportedError(
+                f'{view.catalog.location}: several adapters change "{first}", which is tied to "{second}", and one of '
+                "them keeps them equal (ensure_weight_tying); merge the first, then the second"
+            )
         if names and keeps_ties:
             for other in group - {names[0]}:
                 changes.share(names[0], other)
