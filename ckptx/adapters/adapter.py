@@ -35,6 +35,22 @@ SAVED_NAME = re.compile(r"(?P<module>.+)\.modules_to_save(?:\.(?P<adapter>[^.]+)
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
+class ExpertSlice(NamedTuple):
+    """The part of an adapter of a parameter with all experts that changes one stored tensor.
+
+    Attributes:
+        experts: Number of experts of the parameter.
+        first: Index of the first expert of the stored tensor.
+        row: First row of the stored tensor in the matrix of its expert.
+        column: First column of the stored tensor in the matrix of its expert.
+    """
+
+    experts: int
+    first: int
+    row: int
+    column: int
+
+
 class LoraLayer(NamedTuple):
     """The tensors of an adapter that change one weight of the model.
 
@@ -47,6 +63,9 @@ class LoraLayer(NamedTuple):
         bias: Addition to the bias before scaling, [out]; None for none.
         rank: Rank.
         scaling: Factor of `B A`, and of `bias`.
+        expert: For an adapter of a parameter with all experts, the part that this layer is; None for a module. A is
+            [experts * rank, in], one expert after another, and B [out, rank * experts], one index of the rank after
+            another.
     """
 
     module: str
@@ -57,11 +76,24 @@ class LoraLayer(NamedTuple):
     bias: TensorEntry | None
     rank: int
     scaling: float
+    expert: ExpertSlice | None = None
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """Return all tensors of the layer."""
         return tuple(each for each in (self.a, self.b, self.magnitude, self.bias) if each is not None)
+
+
+class ParameterFactors(NamedTuple):
+    """A and B of a parameter with all experts of a layer; the file does not record which parameter of the module it is.
+
+    Attributes:
+        a: [experts * rank, in].
+        b: [out, rank * experts].
+    """
+
+    a: TensorEntry
+    b: TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +105,40 @@ class Adapter:
         config: Settings.
         layers: Layer by module name, in the order of the file.
         replaced: Name of a tensor in the model -> tensor of the adapter that replaces it.
+        parameters: Name of a module, such as the experts of a layer -> factors of its adapted parameters.
     """
 
     catalog: Catalog
     config: AdapterConfig
     layers: Mapping[str, LoraLayer] = field(default_factory=dict)
     replaced: Mapping[str, TensorEntry] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[ParameterFactors, ...]] = field(default_factory=dict)
 
     @property
     def modules(self) -> list[str]:
         """Return the last components of the names of the modules with a layer, each once, in order."""
-        return list(dict.fromkeys(module.rpartition(".")[2] for module in self.layers))
+        return list(dict.fromkeys(module.rpartition(".")[2] for module in (*self.layers, *self.parameters)))
+
+    @property
+    def adapted_names(self) -> list[str]:
+        """Return the names that patterns of the config match: of modules, and of parameters of modules."""
+        parameters = [
+            f"{module}.{target.rpartition('.')[2]}" for module in self.parameters for target in self.targets_of(module)
+        ]
+        return [*self.layers, *parameters]
 
     @property
     def ranks(self) -> list[int]:
         """Return the ranks of the layers, each once, ascending."""
-        return sorted({layer.rank for layer in self.layers.values()})
+        return sorted(set(map(self.config.layer_rank, self.adapted_names)))
+
+    def targets_of(self, module: str) -> list[str]:
+        """Return the names in `target_parameters` that may be parameters of a module."""
+        return [
+            target
+            for target in self.config.target_parameters
+            if f"{module}.{target.rpartition('.')[2]}".endswith(f".{target}")
+        ]
 
 
 def open_adapter(catalog: Catalog) -> Adapter:
@@ -121,8 +171,11 @@ def group_tensors(catalog: Catalog, config: AdapterConfig) -> Adapter:
         if match is not None:
             names.add(match["adapter"])
             kind = match["kind"] if match["leaf"] != "bias" else f"{match['kind']}.bias"
-            if match["module"].endswith(".base_layer") or ".base_layer." in match["module"]:
-                raise UnsupportedError(_parameter_error(catalog, stored_name))
+            if _WRAPPED_PARAMETER.search(match["module"]) and not config.target_parameters:
+                raise UnsupportedError(
+                    f'{catalog.location}: tensor "{stored_name}" adapts a parameter of its module, and the config '
+                    "names no target_parameters; pass the config that the adapter was trained with"
+                )
             if kind not in _KINDS or parts.setdefault(match["module"], {}).setdefault(kind, entry) is not entry:
                 raise InputError(
                     f'{catalog.location}: tensor "{stored_name}" is a second or an unknown tensor of layer '
@@ -143,12 +196,21 @@ def group_tensors(catalog: Catalog, config: AdapterConfig) -> Adapter:
     if len(names) > 1:
         listed = ", ".join(sorted(f'"{each}"' for each in names if each is not None))
         raise InputError(f"{catalog.location}: holds several adapters ({listed}); save one adapter into each directory")
-    layers = {module: _make_layer(catalog, config, module, found) for module, found in parts.items()}
-    if not layers and not replaced:
+    layers: dict[str, LoraLayer] = {}
+    parameters: dict[str, list[ParameterFactors]] = {}
+    for module, found in parts.items():
+        if _is_parameter_module(config, module):
+            owner = _WRAPPED_PARAMETER.sub("", module)
+            parameters.setdefault(owner, []).append(_make_factors(catalog, module, found))
+        else:
+            layers[module] = _make_layer(catalog, config, module, found)
+    if not parts and not replaced:
         raise InputError(f"{catalog.location}: has no tensors; save the adapter again")
-    return Adapter(catalog, config, layers, replaced)
+    return Adapter(catalog, config, layers, replaced, {name: tuple(each) for name, each in parameters.items()})
 
 
+# PEFT nests a wrapper for each adapted parameter of a module: `experts.base_layer.lora_A`.
+_WRAPPED_PARAMETER = re.compile(r"(\.base_layer)+$")
 _KINDS = ("A", "B", "embedding_A", "embedding_B", "magnitude_vector", "B.bias")
 _OTHER_PARTS = frozenset({"token_adapter", "trainable_tokens_delta", "prompt_embeddings", "original_module"})
 
@@ -162,11 +224,38 @@ def _model_name(name: str) -> str:
     return f"{module.removesuffix('.base_layer')}.{leaf}" if module else name
 
 
-def _parameter_error(catalog: Catalog, name: str) -> str:
-    return (
-        f'{catalog.location}: tensor "{name}" adapts a parameter of its module (target_parameters, such as the experts '
-        "of a layer in one tensor), and the file does not record which one; merge it with PEFT"
-    )
+def _is_parameter_module(config: AdapterConfig, module: str) -> bool:
+    """Return True if the tensors of a layer adapt a parameter of the module, and not its weight."""
+    if not config.target_parameters:
+        return False
+    if _WRAPPED_PARAMETER.search(module):
+        return True
+    if isinstance(config.target_modules, tuple):
+        return not any(module == target or module.endswith(f".{target}") for target in config.target_modules)
+    owners = {name.rpartition(".")[0].rpartition(".")[2] for name in config.target_parameters}
+    return module.rpartition(".")[2] in owners | {"experts"}
+
+
+def _make_factors(catalog: Catalog, module: str, found: Mapping[str, TensorEntry]) -> ParameterFactors:
+    """Return A and B of a parameter.
+
+    Raises:
+        InputError: One is missing, or they have no two dims.
+        UnsupportedError: There are other tensors, such as those of DoRA, which PEFT does not have for parameters.
+    """
+    if found.keys() - {"A", "B"}:
+        (name, *_) = (entry.name for kind, entry in found.items() if kind not in ("A", "B"))
+        raise UnsupportedError(
+            f'{catalog.location}: tensor "{name}" belongs to an adapter of a parameter, which has A and B only; merge '
+            "it with PEFT"
+        )
+    if found.keys() != {"A", "B"} or any(len(entry.shape) != 2 for entry in found.values()):
+        shapes = ", ".join(f"{key} {list(entry.shape)}" for key, entry in found.items())
+        raise InputError(
+            f'{catalog.location}: layer "{module}" has {shapes}, '
+            "but A [experts * rank, in] and B [out, rank * experts] are required; save the adapter again"
+        )
+    return ParameterFactors(found["A"], found["B"])
 
 
 def _make_layer(catalog: Catalog, config: AdapterConfig, module: str, found: Mapping[str, TensorEntry]) -> LoraLayer:
@@ -192,8 +281,6 @@ def _make_layer(catalog: Catalog, config: AdapterConfig, module: str, found: Map
             f"{MAX_MATCHED_NAME} are matched with rank_pattern and alpha_pattern; merge it with PEFT"
         )
     rank = config.layer_rank(module)
-    if config.target_parameters and module.rpartition(".")[2] in _parameter_modules(config):
-        raise UnsupportedError(_parameter_error(catalog, a.name))
     if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[0] != b.shape[1] or any(size != 1 for size in b.shape[2:]):
         raise InputError(
             f'{catalog.location}: layer "{module}": A has shape {list(a.shape)} and B {list(b.shape)}, but '
@@ -221,22 +308,17 @@ def _make_layer(catalog: Catalog, config: AdapterConfig, module: str, found: Map
     return LoraLayer(module, a, b, is_embedding, magnitude, bias, rank, config.scaling(module))
 
 
-def _parameter_modules(config: AdapterConfig) -> set[str]:
-    """Return the last components of the names of the modules whose parameters have an adapter."""
-    return {name.rpartition(".")[0].rpartition(".")[2] for name in config.target_parameters}
-
-
 def describe_adapter(adapter: Adapter) -> dict[str, Any]:
     """Return the settings and contents of an adapter for a report: see `adapters` of `ConversionReport`."""
     config = adapter.config
     return {
         "ranks": adapter.ranks,
-        "alphas": sorted({config.layer_alpha(module) for module in adapter.layers}),
-        "scalings": sorted({layer.scaling for layer in adapter.layers.values()}),
+        "alphas": sorted(set(map(config.layer_alpha, adapter.adapted_names))),
+        "scalings": sorted(set(map(config.scaling, adapter.adapted_names))),
         "rslora": config.use_rslora,
         "dora": config.use_dora,
         "modules": adapter.modules,
-        "layers": len(adapter.layers),
+        "layers": len(adapter.layers) + sum(map(len, adapter.parameters.values())),
         "replaced": sorted(adapter.replaced),
         "base": config.base_model,
         "bytes": adapter.catalog.nbytes,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import permutations, product
 from typing import Any
 
-from ckptx.adapters.adapter import Adapter, LoraLayer
+from ckptx.adapters.adapter import Adapter, ExpertSlice, LoraLayer, ParameterFactors
 from ckptx.adapters.merged_weights import AdapterFiles, Addition, MergedWeight, ReplacedTensor, ThreadCache
 from ckptx.adapters.weight_names import WeightNames
 from ckptx.catalog.entry import TensorEntry
@@ -56,6 +57,8 @@ class Changes:
             )
         for layer in adapter.layers.values():
             self._add_layer(adapter, layer, files, factor)
+        for module in adapter.parameters:
+            self._add_parameters(adapter, module, files, factor)
         for model_name, entry in adapter.replaced.items():
             name = self._weights.find(model_name, location)
             weight = self._weights.tensors[name]
@@ -95,6 +98,63 @@ class Changes:
                 "trained on"
             )
         self.bias_additions.setdefault(bias_name, []).append(addition)
+
+    def _add_parameters(self, adapter: Adapter, module: str, files: AdapterFiles, factor: float) -> None:
+        """Add the changes to parameters of a module that hold all experts of a layer.
+
+        The file does not record which pair of A and B belongs to which parameter, nor the orientation; both are taken
+        from the shapes, if these allow one assignment only.
+        """
+        location, pairs = str(adapter.catalog.location), adapter.parameters[module]
+        names = dict.fromkeys(f"{module}.{target.rpartition('.')[2]}" for target in adapter.targets_of(module))
+        if len(names) < len(pairs):
+            raise InputError(
+                f'{location}: module "{module}" has {len(pairs)} pairs of A and B, but target_parameters names '
+                f"{len(names)} of its parameters; pass the config that the adapter was trained with"
+            )
+        shapes = {name: shape for name in names if (shape := self._weights.parameter_shape(name)) is not None}
+        assignments = []
+        for chosen in permutations(shapes, len(pairs)):
+            fits = [
+                _orientations(pair, shapes[name], adapter.config.layer_rank(name))
+                for pair, name in zip(pairs, chosen, strict=True)
+            ]
+            assignments += [tuple(zip(chosen, each, strict=True)) for each in product(*fits)]
+        if not assignments:
+            found = ", ".join(f"A {list(pair.a.shape)} and B {list(pair.b.shape)}" for pair in pairs)
+            wanted = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or ", ".join(names)
+            raise InputError(
+                f'{location}: module "{module}": {found} fit none of its parameters in '
+                f"{self._weights.view.catalog.location} ({wanted}); pass the model and the config that the adapter was "
+                "trained with"
+            )
+        if len(assignments) > 1:
+            raise UnsupportedError(
+                f'{location}: module "{module}": the shapes of A and B fit several parameters or orientations of '
+                f"{', '.join(shapes)}, and the file does not record which; merge it with PEFT"
+            )
+        for pair, (name, is_transposed) in zip(pairs, assignments[0], strict=True):
+            self._add_experts(adapter, pair, name, files, factor, is_transposed=is_transposed)
+
+    def _add_experts(
+        self,
+        adapter: Adapter,
+        pair: ParameterFactors,
+        name: str,
+        files: AdapterFiles,
+        factor: float,
+        *,
+        is_transposed: bool,
+    ) -> None:
+        """Add the change of one parameter to each stored tensor that it is made of."""
+        location, config = str(adapter.catalog.location), adapter.config
+        rank = config.layer_rank(name)
+        experts = pair.a.shape[0] // rank
+        for stored, region in self._weights.find_parts(name, location).items():
+            self._check_dtype(self._weights.tensors[stored], location)
+            expert = ExpertSlice(experts, *region.offsets)
+            layer = LoraLayer(name, pair.a, pair.b, False, None, None, rank, config.scaling(name), expert)
+            self.additions.setdefault(stored, []).append(Addition(layer, files, factor, is_transposed))
 
     def _check_dtype(self, weight: TensorEntry, location: str) -> None:
         """Refuse a weight that is quantized or has integers.
@@ -163,3 +223,14 @@ class Changes:
             if name not in computed:
                 computed[name] = ReplacedTensor(tensors[name], entry, files)
         return computed
+
+
+def _orientations(pair: ParameterFactors, shape: tuple[int, ...], rank: int) -> list[bool]:
+    """Return the orientations in which A and B fit a parameter: False for [experts, out, in], True if transposed."""
+    if len(shape) != 3:
+        return []
+    experts, first, second = shape
+    if pair.a.shape[0] != experts * rank or pair.b.shape[1] != experts * rank:
+        return []
+    factors = pair.b.shape[0], pair.a.shape[1]
+    return [*([False] if factors == (first, second) else []), *([True] if factors == (second, first) else [])]

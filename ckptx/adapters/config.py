@@ -167,6 +167,11 @@ def parse_adapter_config(values: Mapping[str, Any], path: str) -> AdapterConfig:
             "that the adapter does not fit the published ones; save it with save_pretrained and "
             "path_initial_model_for_weight_conversion"
         )
+    if values.get("target_parameters") and "unsloth" in str(values.get("auto_mapping")).lower():
+        raise UnsupportedError(
+            f"{path}: Unsloth trained adapters of experts with another order of the elements of B than PEFT, and the "
+            "file does not tell which order it has; merge it with Unsloth"
+        )
     rank, alpha = reader.rank("r", values.get("r")), reader.alpha("lora_alpha", values.get("lora_alpha"))
     bias = values.get("bias", "none")
     if bias not in (None, "none", "all", "lora_only"):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptx.adapters.adapter import LoraLayer
+from ckptx.adapters.adapter import ExpertSlice, LoraLayer
 from ckptx.catalog.dtype import DType
 from ckptx.catalog.entry import Chunk, TensorEntry
 from ckptx.catalog.region import Region, full_region
@@ -43,7 +43,25 @@ class AdapterFiles:
     def __init__(self, files: SourceFiles) -> None:
         """Store the files; they must stay open."""
         self.files = files
-        self._local = threading.local()
+        self._local, self._lock = threading.local(), threading.Lock()
+        self._expert_rows: tuple[str, Any] = "", None
+
+    def expert_rows(self, entry: TensorEntry, experts: int) -> Any:
+        """Return the B of a parameter with the matrices of its experts one after another; kept until the next one.
+
+        Args:
+            entry: B, [out, rank * experts]; the expert is the index that changes fastest.
+            experts: Number of experts.
+
+        Returns:
+            Integers with the bits of the elements, of shape (experts, out, rank).
+        """
+        with self._lock:
+            if self._expert_rows[0] != entry.name:
+                data = read_region(self.reader, entry, full_region(entry.shape)).view(f"u{entry.dtype.itemsize}")
+                rows = data.reshape(entry.shape[0], -1, experts).transpose(2, 0, 1)
+                self._expert_rows = entry.name, np.ascontiguousarray(rows)
+            return self._expert_rows[1]
 
     @property
     def reader(self) -> TensorReader:
@@ -60,14 +78,15 @@ class ThreadCache(threading.local):
         owner: Weight that the rest belongs to; None at first.
         block_index: Index of the block; None before the first.
         block: Bytes of the block.
-        right: Position of an addition -> its right factor, and the largest norm of its columns.
+        right: Position of an addition, and the index of its expert or -1 -> its right factor, and the largest norm of
+            the columns of this factor.
     """
 
     def __init__(self) -> None:
         self.owner: object = None
         self.block_index: int | None = None
         self.block = memoryview(b"")
-        self.right: dict[int, tuple[Any, float]] = {}
+        self.right: dict[tuple[int, int], tuple[Any, float]] = {}
 
     def start(self, owner: object) -> None:
         """Drop what belongs to another weight."""
@@ -137,9 +156,14 @@ class MergedWeight:
         self._replacement = replacement
         self.base, self.nbytes = base, base.nbytes
         self._additions, self._adds_biases, self._cache = additions, adds_biases, cache
-        self._rows = base.shape[0] if base.shape else 1
-        self._columns = prod(base.shape[1:])
-        self._block_rows = max(1, min(self._rows, _BLOCK_NUMEL // max(1, self._columns)))
+        # Rows and columns of the matrix, or of each of the matrices of all experts, one after another.
+        matrix_dims = 1 if len(base.shape) == 3 and additions[0].layer.expert is not None else 0
+        self._rows = prod(base.shape[: matrix_dims + 1])
+        self._columns = prod(base.shape[matrix_dims + 1 :])
+        self._matrix_rows = base.shape[1] if matrix_dims else self._rows
+        self._block_rows = max(1, min(self._matrix_rows, _BLOCK_NUMEL // max(1, self._columns)))
+        while matrix_dims and self._matrix_rows % self._block_rows:  # a block belongs to one expert
+            self._block_rows -= 1
         self._compute_dtype: Any = np.float64 if base.dtype.name in ("F32", "F64") else np.float32
         self._norm_lock = threading.Lock()
         self._column_factors: Any = None
@@ -227,7 +251,7 @@ class MergedWeight:
         return values
 
     def _term(self, position: int, addition: Addition, first: int, count: int) -> _Term:
-        right, column_norm = self._right(position, addition)
+        right, column_norm = self._right(position, addition, first)
         scaling = self._compute_dtype(addition.layer.scaling * addition.factor)
         return _Term(self._left_rows(addition, first, count), right, column_norm, scaling)
 
@@ -262,6 +286,10 @@ class MergedWeight:
 
     def _base_rows(self, reader: TensorReader, first: int, count: int) -> Any:
         """Return rows of the weight without layers; those of a replacement are rounded to the dtype of the weight."""
+        if self._replacement is None and self._matrix_rows < self._rows:
+            matrix, row = divmod(first, self._matrix_rows)
+            region = Region((matrix, row, 0), (1, count, self._columns))
+            return _to_float(read_region(reader, self.base, region), self.base.dtype, self._compute_dtype)
         if self._replacement is None:
             return _read_rows(reader, self.base, first, count, self._compute_dtype)
         entry, files = self._replacement
@@ -272,20 +300,58 @@ class MergedWeight:
     def _left_rows(self, addition: Addition, first: int, count: int) -> Any:
         """Return rows of the left factor, of shape (count, rank): of B, or of the transpose of A."""
         layer, reader = addition.layer, addition.files.reader
+        if layer.expert is not None:
+            index, row = self._expert_row(layer.expert, first)
+            if addition.is_transposed:
+                return self._expert_a(addition, index, row, count).T
+            return self._expert_b(addition, index, row, count)
         if not addition.is_transposed:
             return _read_rows(reader, layer.b, first, count, self._compute_dtype).reshape(count, layer.rank)
         region = Region((0, first), (layer.rank, count))
         data = read_region(reader, layer.a, region)
         return _to_float(data, layer.a.dtype, self._compute_dtype).reshape(layer.rank, count).T
 
-    def _right(self, position: int, addition: Addition) -> tuple[Any, float]:
+    def _expert_row(self, expert: ExpertSlice, first: int) -> tuple[int, int]:
+        """Return the expert of a row of the stored tensor, and the row in the matrix of the expert."""
+        matrix, row = divmod(first, self._matrix_rows)
+        return expert.first + matrix, expert.row + row
+
+    def _expert_a(self, addition: Addition, index: int, first: int, count: int) -> Any:
+        """Return columns of the A of one expert, of shape (rank, count)."""
+        layer = addition.layer
+        region = Region((index * layer.rank, first), (layer.rank, count))
+        data = read_region(addition.files.reader, layer.a, region)
+        return _to_float(data, layer.a.dtype, self._compute_dtype).reshape(layer.rank, count)
+
+    def _expert_b(self, addition: Addition, index: int, first: int, count: int) -> Any:
+        """Return rows of the B of one expert, of shape (count, rank)."""
+        layer = addition.layer
+        assert layer.expert is not None
+        rows = addition.files.expert_rows(layer.b, layer.expert.experts)[index, first : first + count]
+        return _to_float(
+            np.ascontiguousarray(rows).view(np.uint8).reshape(-1), layer.b.dtype, self._compute_dtype
+        ).reshape(count, layer.rank)
+
+    def _right(self, position: int, addition: Addition, first: int) -> tuple[Any, float]:
         """Return the right factor, of shape (rank, columns), and the largest norm of its columns; kept by each thread.
 
         It is A, or the transpose of B.
         """
-        cached = self._cache.right
-        if position not in cached:
-            layer = addition.layer
+        cached, layer = self._cache.right, addition.layer
+        if layer.expert is not None:
+            index, _ = self._expert_row(layer.expert, first)
+            if (position, index) not in cached:
+                column = layer.expert.column
+                right = (
+                    np.ascontiguousarray(self._expert_b(addition, index, column, self._columns).T)
+                    if addition.is_transposed
+                    else self._expert_a(addition, index, column, self._columns)
+                )
+                for key in [each for each in cached if each[0] == position]:  # of the expert before
+                    del cached[key]
+                cached[position, index] = right, _largest_column_norm(right)
+            return cached[position, index]
+        if (position, -1) not in cached:
             entry = layer.b if addition.is_transposed else layer.a
             data = read_region(addition.files.reader, entry, full_region(entry.shape))
             values = _to_float(data, entry.dtype, self._compute_dtype)
@@ -294,8 +360,8 @@ class MergedWeight:
                 if addition.is_transposed
                 else values.reshape(layer.rank, self._columns)
             )
-            cached[position] = right, float(np.sqrt(np.einsum("ij,ij->j", right, right).max()))
-        return cached[position]
+            cached[position, -1] = right, _largest_column_norm(right)
+        return cached[position, -1]
 
     def _magnitude(self) -> Any:
         """Return the norms that DoRA trained, of shape (out,)."""
@@ -327,6 +393,10 @@ class MergedWeight:
                 "range, and DoRA divides by its norm; the adapter is damaged, or belongs to another model"
             )
         return magnitude / norms
+
+
+def _largest_column_norm(values: Any) -> float:
+    return float(np.sqrt(np.einsum("ij,ij->j", values, values).max()))
 
 
 class ReplacedTensor:

@@ -35,17 +35,23 @@ def check_values(adapter: Adapter, files: SourceFiles) -> list[str]:
         is_nonzero = [_is_nonzero(reader, entry, adapter) for entry in layer.entries]
         if not (is_nonzero[0] and is_nonzero[1]):
             zero.append(layer.module)
+    for module, pairs in adapter.parameters.items():
+        for pair in pairs:
+            is_nonzero = [_is_nonzero(reader, entry, adapter) for entry in pair]
+            if not all(is_nonzero):
+                zero.append(module)
     for entry in adapter.replaced.values():
         _is_nonzero(reader, entry, adapter)
     if not zero:
         return []
-    if len(zero) == len(adapter.layers) and not adapter.replaced:
+    total = len(adapter.layers) + sum(map(len, adapter.parameters.values()))
+    if len(zero) == total and not adapter.replaced:
         raise InputError(
             f"{adapter.catalog.location}: B is zero in every layer, so that the adapter changes nothing; it was saved "
             "before training or incompletely, save it again"
         )
     note = (
-        f"{adapter.catalog.location}: B is zero in {counted(len(zero), 'layer')} of {len(adapter.layers):,}, which "
+        f"{adapter.catalog.location}: B is zero in {counted(len(zero), 'layer')} of {total:,}, which "
         f"change nothing: {first_of(zero)}"
     )
     return [note]

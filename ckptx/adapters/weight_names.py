@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptx.adapters.adapter import LoraLayer
-from ckptx.catalog.entry import TensorEntry
+from ckptx.catalog.entry import Chunk, TensorEntry
+from ckptx.catalog.region import Region, full_region
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.view import ModelView, rules_of
@@ -24,6 +25,7 @@ class WeightNames:
         view: Model.
         tensors: Tensor by name in the view, and under second names of tied weights that the checkpoint does not store.
         names: Name in the class, or on the Hub -> name in `tensors`, for tensors with the same elements in both.
+        shapes: Name in the class -> shape of the tensor.
         parts: Name in the class of a tensor that the checkpoint stores in another form -> the names in `tensors` that
             it is made of.
     """
@@ -32,25 +34,28 @@ class WeightNames:
     tensors: Mapping[str, TensorEntry]
     names: Mapping[str, str]
     parts: Mapping[str, tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, view: ModelView, tensors: Mapping[str, TensorEntry]) -> WeightNames:
         """Find the names of `tensors`, see the attributes."""
         names = {name: name for name in tensors}
         parts: dict[str, tuple[str, ...]] = {}
+        shapes = {name: entry.shape for name, entry in tensors.items()}
         rules = rules_of(view)
         if rules is not None:
             try:
                 renamed = rules.to_model(tensors)
             except CkptxError:  # tensors are missing, or have no model names: their own names remain
-                return cls(view, tensors, names, parts)
+                return cls(view, tensors, names, parts, shapes)
+            shapes |= {name: entry.shape for name, entry in renamed.tensors.items()}
             for name, sources in renamed.sources.items():
                 entry, source = renamed.tensors[name], tensors[sources[0]]
                 if len(sources) == 1 and entry.shape == source.shape and entry.chunks == source.chunks:
                     names.setdefault(name, sources[0])
                 else:
                     parts[name] = sources
-        return cls(view, tensors, names, parts)
+        return cls(view, tensors, names, parts, shapes)
 
     def find(self, name: str, adapter: str) -> str:
         """Return the name in `tensors` of a tensor that an adapter names.
@@ -78,6 +83,48 @@ class WeightNames:
             f'{adapter}: changes "{name}", which {location} does not have; pass the model that the adapter was '
             "trained on"
         )
+
+    def parameter_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a parameter in the class, given its name there; None if it is not known."""
+        return next((self.shapes[each] for each in self._spellings(name) if each in self.shapes), None)
+
+    def find_parts(self, name: str, adapter: str) -> dict[str, Region]:
+        """Return the stored tensors that a parameter of the class is made of, and their regions in it.
+
+        Args:
+            name: Name of the parameter in the class.
+            adapter: Location of the adapter, for error messages.
+
+        Raises:
+            UnsupportedError: A stored tensor is transposed, or not whole, in the parameter.
+        """
+        for spelling in self._spellings(name):
+            if spelling in self.names:
+                stored = self.names[spelling]
+                return {stored: full_region(self.tensors[stored].shape)}
+        (spelling,) = (each for each in self._spellings(name) if each in self.parts)
+        rules = rules_of(self.view)
+        assert rules is not None
+        # The rules are applied to tensors that are each in a file of their own, so that a chunk of the result tells
+        # which tensor it is.
+        markers = {
+            stored: self.tensors[stored]._replace(
+                chunks=(Chunk(full_region(self.tensors[stored].shape), stored, 0, self.tensors[stored].nbytes),),
+                replicas=(),
+            )
+            for stored in self.tensors
+        }
+        regions: dict[str, Region] = {}
+        for chunk in rules.to_model(markers).tensors[spelling].chunks:
+            entry = self.tensors[chunk.file]
+            is_whole = chunk.region.numel == entry.numel and chunk.file not in regions
+            if not is_whole or chunk.region.sizes[-2:] != entry.shape[-2:] or not _is_row_major(chunk):
+                raise UnsupportedError(
+                    f'{adapter}: changes "{name}", which {self.view.catalog.location} stores transposed or divided in '
+                    f'"{chunk.file}"; merge the adapter with PEFT'
+                )
+            regions[chunk.file] = chunk.region
+        return regions
 
     def _spellings(self, name: str) -> list[str]:
         """Return a name as it is, and with the name of the base model added or removed."""
@@ -118,3 +165,15 @@ class WeightNames:
             return fan_in_fan_out
         patterns = {pattern_of(spelling) for spelling in self._spellings(layer.module)}
         return not patterns.isdisjoint(architecture.structure.transposed)
+
+
+def _is_row_major(chunk: Chunk) -> bool:
+    """Return True if the elements of a chunk are in the order of its region, dims of size 1 aside."""
+    if chunk.strides is None:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(chunk.region.sizes), reversed(chunk.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

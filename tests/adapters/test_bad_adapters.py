@@ -450,7 +450,7 @@ CASES = [
     Case("replaced by another shape", added(lm_head__weight=floats(9, 8)), InputError, "vocabulary that grew"),
     Case("unknown tensor", added(model__x__weight=floats(9, 8)), InputError, 'changes "model.x.weight"'),
     Case("prompt", added(prompt_embeddings=floats(2, 8)), UnsupportedError, "a kind of adapter"),
-    Case("experts", experts, UnsupportedError, "target_parameters"),
+    Case("experts of another class", experts, InputError, "fit none of its parameters"),
     # Settings.
     Case("no alpha", configured(lora_alpha=...), InputError, "lora_alpha is missing"),
     *(
