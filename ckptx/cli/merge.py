@@ -16,13 +16,13 @@ from ckptx.cli.output import Output
     ],
 )
 def command(call: CommandCall) -> int:
-    """Merge LoRA adapters of PEFT into a model: add scaling x B x A to each weight that they change.
+    """Merge LoRA adapters into a model: add scaling x B x A to each weight that they change.
 
-    rsLoRA, DoRA, rank and alpha patterns, embeddings, Conv1D layers, biases and modules_to_save are supported. The sum
-    is computed in float32 and rounded once to the dtype of the weight, as PEFT does with an adapter that it loads by
-    default. Tensors without an adapter are copied byte for byte.
+    rsLoRA, DoRA, rank and alpha patterns, embeddings, Conv1D layers, experts in one tensor, biases and modules_to_save
+    are supported. Each weight is within one unit in the last place of the correctly rounded sum. Tensors without an
+    adapter are copied byte for byte.
 
-    The output is a whole model in HF safetensors, or, with a mesh, a DCP or sharded safetensors as those of reshard.
+    The output is a model in HF safetensors or, with a mesh, a DCP or sharded safetensors as those of reshard.
     """
     from ckptx.api.merge import merge
     from ckptx.report.text import conversion_text

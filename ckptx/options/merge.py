@@ -11,10 +11,22 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
 from ckptx.options.adapter import AdapterOptions
-from ckptx.options.conversion import FILES, NAMES, PREFIX, TIED, AdapterPath, DcpOptions, Names, TiedMode, ToHfOptions
+from ckptx.options.conversion import (
+    BASE,
+    FILES,
+    NAMES,
+    PREFIX,
+    TIED,
+    AdapterPath,
+    DcpOptions,
+    Names,
+    TiedMode,
+    ToHfOptions,
+)
 from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import OUTPUT_CHECKPOINT, SOURCE, Argument, Option, settings_of
 from ckptx.options.sizes import parse_size
+from ckptx.options.source import REVISION
 
 if TYPE_CHECKING:  # not imported for a help page
     from ckptx.catalog.format_traits import FormatTraits
@@ -68,6 +80,29 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
             OUTPUT_CHECKPOINT,
             default="hf; with --tp, --pp or --dp-shard as reshard (dcp if MODEL is a training checkpoint, else "
             "safetensors)",
+        ),
+    ] = None
+    allow_config_mismatch: Annotated[
+        bool,
+        Option(
+            "Allow missing, extra and differently shaped tensors of MODEL, and an adapter whose config names another "
+            "repository than the one that MODEL comes from.",
+            SOURCE,
+            aliases=("--allow-misfit",),
+        ),
+    ] = False
+    revision: Annotated[
+        str | None,
+        REVISION._replace(
+            help="Branch, tag or commit of MODEL and --base on the Hub; of an adapter on the Hub, main is read."
+        ),
+    ] = None
+    base: Annotated[
+        str | Path | None,
+        BASE._replace(
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes "
+            "tensors only. Required if MODEL has no config.json.",
+            default="config and tokenizer of MODEL, if any",
         ),
     ] = None
     names: Annotated[

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from ckptx.options.adapter import AdapterOptions
+from ckptx.options.buffers import DTYPE_SPELLINGS
 from ckptx.options.conversion import BASE, DIRECTION_HELP, DST_HELP, ConversionOptions, TiedMode
 from ckptx.options.option import OUTPUT_CHECKPOINT, Argument, Option
 
@@ -15,8 +16,9 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     """Options of `convert to-peft`.
 
     Attributes:
-        names, tied, tie_missing, optimizer, weights, dequantize, source_prefix, allow_config_mismatch: Not options of
-            this command: an adapter has the names that PEFT gives it, no tied weights, and no state of an optimizer.
+        names, tied, tie_missing, optimizer, weights, dequantize, source_prefix, allow_config_mismatch,
+            trust_remote_code: Not options of this command: an adapter has the names that PEFT gives it, no tied
+            weights, and no state of an optimizer.
     """
 
     command: ClassVar[str] = "convert to-peft"
@@ -28,6 +30,7 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     dequantize: ClassVar[bool] = False  # type: ignore[misc]
     source_prefix: ClassVar[str] = "auto"  # type: ignore[misc]
     allow_config_mismatch: ClassVar[bool] = False  # type: ignore[misc]
+    trust_remote_code: ClassVar[bool] = False  # type: ignore[misc]
 
     direction: Annotated[Literal["to-peft"], Argument(DIRECTION_HELP)]
     src: Annotated[
@@ -51,6 +54,10 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
         ),
     ] = None
 
+    dtype: Annotated[
+        Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
+        Option("Dtype of the tensors (auto: unchanged).", OUTPUT_CHECKPOINT, spellings=DTYPE_SPELLINGS),
+    ] = "auto"
     base_model_name: Annotated[
         str | None,
         Option(
