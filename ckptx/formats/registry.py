@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.catalog.catalog import Catalog, CheckpointPart
-from ckptx.catalog.entry import ArchiveChunks, TensorEntry
+from ckptx.catalog.entry import ArchiveChunks, Sidecar, TensorEntry
 from ckptx.catalog.format_traits import TRAITS_BY_FORMAT
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.errors import ArgumentTypeError, CkptxError, InputError, StorageFailure, UnsupportedError
@@ -73,7 +73,7 @@ DETECTORS: tuple[Detect, ...] = (
 
 _METADATA = ".metadata"
 # Names that make a directory unsupported even if its subdirectories contain checkpoints.
-_UNSUPPORTED_MARKERS = re.compile(r"__\d+\.metadata|adapter_config\.json|adapter_model\..+")
+_UNSUPPORTED_MARKERS = re.compile(r"__\d+\.metadata|adapter_model\..+")
 _SEARCH_LEVELS = 2  # levels of subdirectories that are searched for a checkpoint
 
 
@@ -221,10 +221,14 @@ def _check_limits(catalog: Catalog) -> None:
 
 
 def _add_config_and_sidecars(catalog: Catalog, located: LocatedCheckpoint) -> None:
-    """Set config, sidecars and their identities, and add notes on files that are not copied; an adapter has neither."""
+    """Set config, sidecars and their identities, and add notes on files that are not copied.
+
+    An adapter has no config of a model, and its own config as the only sidecar.
+    """
     source = located.source
     if catalog.traits.is_adapter:
         catalog.identities = {**source.read_identities((peft.CONFIG_FILE,)), **catalog.identities}
+        catalog.sidecars = (Sidecar(peft.CONFIG_FILE, source.size(peft.CONFIG_FILE)),)
         return
     hf_metadata = find_hf_metadata(catalog)
     catalog.config = None if hf_metadata is None else read_config(hf_metadata)

@@ -34,7 +34,7 @@ class AdapterOptions(Options):
             "its alpha.",
             SOURCE,
             metavar="FILE",
-            default="that of the adapter, if any",
+            default="that of the adapter, or next to the training checkpoint",
             excludes=("alpha",),
         ),
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -128,8 +129,20 @@ def test_adapter_becomes_a_dcp_and_returns(trained: Callable[[str], Trained], tm
     dcp.load(state, checkpoint_id=tmp_path / "dcp")  # what accelerate asks for when it resumes
     stored = read_file(found.adapter / "adapter_model.safetensors")
     assert all(torch.equal(state[name], stored[name]) for name in stored)
-    ckptx.convert("to-peft", tmp_path / "dcp", tmp_path / "back", adapter_config=found.adapter / "adapter_config.json")
+    ckptx.convert("to-peft", tmp_path / "dcp", tmp_path / "back")  # the config was copied
     assert ckptx.verify(found.adapter, tmp_path / "back").exit == 0
+
+
+def test_config_above_the_checkpoint_is_used(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Trainer writes the config into `checkpoint-N`, and the DCP into a directory in it."""
+    found = trained("patterns")
+    dcp.save(
+        {"model": get_peft_model_state_dict(peft_model(found))},
+        checkpoint_id=tmp_path / "checkpoint-3/pytorch_model_fsdp_0",
+    )
+    shutil.copy(found.adapter / "adapter_config.json", tmp_path / "checkpoint-3")
+    ckptx.convert("to-peft", tmp_path / "checkpoint-3", tmp_path / "out")
+    assert ckptx.verify(found.adapter, tmp_path / "out").exit == 0
 
 
 def test_merge_reads_the_adapter_of_a_dcp(trained: Callable[[str], Trained], tmp_path: Path) -> None:

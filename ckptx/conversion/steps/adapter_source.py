@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint
 from ckptx.errors import InputError
+from ckptx.formats.peft.detect import CONFIG_FILE
 from ckptx.options.adapter import AdapterSettings
-from ckptx.storage.interface import SourceFiles
+from ckptx.storage.interface import Source, SourceFiles
 from ckptx.storage.local import LocalSource
 
 _VERL_FILE = "lora_train_meta.json"  # r and alpha, next to the files of the ranks
@@ -99,13 +100,19 @@ def extract_adapter(
     found = find_adapter_tensors(catalog, model_config)
     location = str(catalog.location)
     config_path, alpha = f"{location} (config from --alpha)", settings.alpha
-    if alpha is None and catalog.source.listing().is_file(_VERL_FILE):
+    config_source = _find_config(catalog)
+    if alpha is None and config_source is None and catalog.source.listing().is_file(_VERL_FILE):
         config_path = str(catalog.source.location / _VERL_FILE)
         alpha = _recorded_alpha(read_json_object(catalog.source, _VERL_FILE), config_path)
     if settings.config_file is not None:
         path = Path(settings.config_file)
         config = read_json_object(LocalSource(path.parent), path.name)
         config_path = str(path)
+        if settings.base_name is not None:
+            config["base_model_name_or_path"] = settings.base_name
+    elif alpha is None and config_source is not None:
+        config = read_json_object(config_source, CONFIG_FILE)
+        config_path = str(config_source.location / CONFIG_FILE)
         if settings.base_name is not None:
             config["base_model_name_or_path"] = settings.base_name
     elif alpha is not None:
@@ -124,6 +131,19 @@ def extract_adapter(
     )  # fmt: skip
     adapter = group_tensors(adapter_catalog, parse_adapter_config(config, config_path))
     return ExtractedAdapter(adapter, config, found.stored_names, found.dropped)
+
+
+def _find_config(catalog: Catalog) -> Source | None:
+    """Return the directory with the `adapter_config.json` of a training checkpoint; None if there is none.
+
+    It is that of the checkpoint, or the one that was opened above it: Trainer writes `checkpoint-N/adapter_config.json`
+    and `checkpoint-N/pytorch_model_fsdp_0/`.
+    """
+    locations = [catalog.root]
+    if catalog.opened_from is not None and catalog.opened_file is None:
+        locations.append(catalog.opened_from)
+    sources = (catalog.source.with_location(location) for location in dict.fromkeys(locations))
+    return next((source for source in sources if source.listing().is_file(CONFIG_FILE)), None)
 
 
 def _locate(catalog: Catalog, names: Collection[str], files: SourceFiles) -> Catalog:

@@ -93,6 +93,8 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
     adjacent = _adjacent_base(source)
     if adjacent.config is not None:
         return adjacent
+    if config_need == "none" and source.traits.is_adapter:
+        return adjacent
     if config_need == "none":
         note = "no config.json: tied weights are not detected, no tensor is renamed or fused"
         return replace(adjacent, notes=(*adjacent.notes, note))
