@@ -19,10 +19,11 @@ def command(call: CommandCall) -> int:
     """Merge LoRA adapters of PEFT into a model: add scaling x B x A to each weight that they change.
 
     rsLoRA, DoRA, rank and alpha patterns, embeddings, Conv1D layers, biases and modules_to_save are supported. The sum
-    is computed in float32 and rounded once to the dtype of the weight, as PEFT does with an adapter that it loads by
-    default. Tensors without an adapter are copied byte for byte.
+    is computed in float32 (in float64 for float32 weights) and rounded once to the dtype of the weight. Tensors without
+    an adapter are copied byte for byte.
 
-    The output is a whole model in HF safetensors, or, with a mesh, a DCP or sharded safetensors as those of reshard.
+    The output is a whole model in HF safetensors or, with --tp, --pp or --dp-shard, a sharded checkpoint as reshard
+    writes it.
     """
     from ckptx.api.merge import merge
     from ckptx.report.text import conversion_text

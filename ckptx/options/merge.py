@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
-from ckptx.options.conversion import FILES, NAMES, PREFIX, TIED, AdapterPath, DcpOptions, Names, TiedMode, ToHfOptions
+from ckptx.options.conversion import (
+    BASE,
+    FILES,
+    NAMES,
+    PREFIX,
+    TIED,
+    AdapterPath,
+    DcpOptions,
+    Names,
+    TiedMode,
+    ToHfOptions,
+)
 from ckptx.options.mesh import ShardingOptions
 from ckptx.options.option import OUTPUT_CHECKPOINT, SOURCE, Argument, Option, settings_of
 from ckptx.options.sizes import parse_size
+from ckptx.options.source import REVISION
 
 if TYPE_CHECKING:  # not imported for a help page
     from ckptx.catalog.format_traits import FormatTraits
@@ -55,7 +67,7 @@ class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
             "option for several adapters.",
             SOURCE,
             metavar="ADAPTER[:FACTOR]",
-            default="none",
+            default="not set",
         ),
     ] = ()
     to: Annotated[
@@ -106,6 +118,32 @@ class MergeOptions(DcpOptions, ShardingOptions, kw_only=False):
         Literal["auto", "always"],
         Option("Write an index file: auto (only for several files) or always (--to hf only).", OUTPUT_CHECKPOINT),
     ] = "auto"
+
+    allow_config_mismatch: Annotated[
+        bool,
+        Option(
+            "Allow missing, extra and differently shaped tensors, such as those of a partial model, and an adapter "
+            "whose base_model_name_or_path is another model. If the vocabulary of MODEL is padded, vocab_size in the "
+            "written config.json becomes its number of rows.",
+            SOURCE,
+            aliases=("--allow-misfit",),
+        ),
+    ] = False
+    revision: Annotated[
+        str | None,
+        REVISION._replace(
+            help="Branch, tag or commit of MODEL and --base on the Hub, not of adapters; for two different ones, "
+            "download one first."
+        ),
+    ] = None
+    base: Annotated[
+        str | Path | None,
+        BASE._replace(
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes "
+            "tensors only. Required if MODEL has no config.json.",
+            default="config and tokenizer of MODEL, if any",
+        ),
+    ] = None
 
     @property
     def adapters(self) -> tuple[AdapterPath, ...]:
