@@ -3,6 +3,8 @@
 model                         the checkpoint of `make demo`
 MODEL                         a small checkpoint of the same class
 MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32 x 32
+ADAPTER                       a LoRA adapter of MODEL for q_proj and v_proj, as PEFT saves it
+ADAPTER-2                     the same for q_proj and o_proj
 step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
                               optimizer state, but no config
 outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -50,6 +53,8 @@ def write_checkpoints(directory: Path) -> None:
     assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
     _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
+    _write_adapter(directory / "MODEL", directory / "ADAPTER", ["q_proj", "v_proj"])
+    _write_adapter(directory / "MODEL", directory / "ADAPTER-2", ["q_proj", "o_proj"])
     (directory / "state-plain").mkdir()
     shutil.copy(directory / "MODEL" / "model.safetensors", directory / "state-plain")
     counter = {"train_state": {"step": torch.tensor(1000)}}
@@ -89,6 +94,16 @@ def _write_fp8(model: Path, path: Path) -> None:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_adapter(model: Path, path: Path, modules: list[str]) -> None:
+    """Write a LoRA adapter with random values, as PEFT saves it after training."""
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=modules, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT finds no config of org/MODEL on the Hub
+        adapted = get_peft_model(Qwen3ForCausalLM.from_pretrained(model), config)
+        adapted.peft_config["default"].base_model_name_or_path = "org/MODEL"
+        adapted.save_pretrained(str(path))
 
 
 def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What one or more adapters change in a model: layers that are added to weights, and tensors that replace others."""
+"""Changes of one or more adapters to a model: layers that are added to weights, and tensors that replace others."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def parse_adapter_config(values: Mapping[str, Any], path: str) -> AdapterConfig:
         raise UnsupportedError(f"{path}: {found}, and ckptx reads LoRA adapters only (LORA); merge it with PEFT")
     for key, description in _UNSUPPORTED_SETTINGS.items():
         if values.get(key):
-            raise UnsupportedError(f"{path}: {key}: {description} is not supported; merge the adapter with PEFT")
+            raise UnsupportedError(f"{path}: {key} ({description}) is not supported; use the adapter with PEFT")
     init = values.get("init_lora_weights")
     if isinstance(init, str) and _BASE_CHANGING_INITS.fullmatch(init):
         raise UnsupportedError(

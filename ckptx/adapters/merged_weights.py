@@ -72,7 +72,7 @@ class AdapterFiles:
 
 
 class ThreadCache(threading.local):
-    """What one thread keeps of the weight that it computed last, so that memory does not grow with their number.
+    """Data of the weight that a thread computed last; one weight per thread, so that memory is bounded.
 
     Attributes:
         owner: Weight that the rest belongs to; None at first.

@@ -16,7 +16,8 @@ from ckptx.report.report import Log, Stopwatch
 def merge(options: MergeOptions) -> ConversionReport:
     """Merge LoRA adapters into a model: add `scaling * B A` to each weight that they change.
 
-    The sum is computed in float32 and rounded once to the dtype of the weight. All other tensors are copied.
+    The sum is computed in float32 (in float64 for float32 weights) and rounded once to the dtype of the weight. All
+    other tensors are copied byte for byte.
 
     Returns:
         The report that `--json` prints.

@@ -22,7 +22,8 @@ def command(call: CommandCall) -> int:
     are supported. Each weight is within one unit in the last place of the correctly rounded sum. Tensors without an
     adapter are copied byte for byte.
 
-    The output is a model in HF safetensors or, with a mesh, a DCP or sharded safetensors as those of reshard.
+    The output is a whole model in HF safetensors or, with --tp, --pp or --dp-shard, a sharded checkpoint as reshard
+    writes it.
     """
     from ckptx.api.merge import merge
     from ckptx.report.text import conversion_text

@@ -69,7 +69,7 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
             "option for several adapters.",
             SOURCE,
             metavar="ADAPTER[:FACTOR]",
-            default="none",
+            default="not set",
         ),
     ] = ()
     to: Annotated[
@@ -80,29 +80,6 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
             OUTPUT_CHECKPOINT,
             default="hf; with --tp, --pp or --dp-shard as reshard (dcp if MODEL is a training checkpoint, else "
             "safetensors)",
-        ),
-    ] = None
-    allow_config_mismatch: Annotated[
-        bool,
-        Option(
-            "Allow missing, extra and differently shaped tensors of MODEL, and an adapter whose config names another "
-            "repository than the one that MODEL comes from.",
-            SOURCE,
-            aliases=("--allow-misfit",),
-        ),
-    ] = False
-    revision: Annotated[
-        str | None,
-        REVISION._replace(
-            help="Branch, tag or commit of MODEL and --base on the Hub; of an adapter on the Hub, main is read."
-        ),
-    ] = None
-    base: Annotated[
-        str | Path | None,
-        BASE._replace(
-            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes "
-            "tensors only. Required if MODEL has no config.json.",
-            default="config and tokenizer of MODEL, if any",
         ),
     ] = None
     names: Annotated[
@@ -143,6 +120,32 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
         Literal["auto", "always"],
         Option("Write an index file: auto (only for several files) or always (--to hf only).", OUTPUT_CHECKPOINT),
     ] = "auto"
+
+    allow_config_mismatch: Annotated[
+        bool,
+        Option(
+            "Allow missing, extra and differently shaped tensors, such as those of a partial model, and an adapter "
+            "whose base_model_name_or_path is another model. If the vocabulary of MODEL is padded, vocab_size in the "
+            "written config.json becomes its number of rows.",
+            SOURCE,
+            aliases=("--allow-misfit",),
+        ),
+    ] = False
+    revision: Annotated[
+        str | None,
+        REVISION._replace(
+            help="Branch, tag or commit of MODEL and --base on the Hub, not of adapters; for two different ones, "
+            "download one first."
+        ),
+    ] = None
+    base: Annotated[
+        str | Path | None,
+        BASE._replace(
+            help="HF checkpoint (a directory or Hub id) to take config.json and tokenizer files from; none writes "
+            "tensors only. Required if MODEL has no config.json.",
+            default="config and tokenizer of MODEL, if any",
+        ),
+    ] = None
 
     @property
     def accepts_adapter(self) -> bool:

@@ -37,6 +37,14 @@ def test_weights_that_are_not_used_stay_and_are_named(place: MemoryPath, name: s
     assert around(place, "model.safetensors") == (["config.json"], [name])
 
 
+def test_the_config_of_an_adapter_stays_with_its_weights(place: MemoryPath) -> None:
+    """With the config alone, transformers looks for the adapter in the output, and fails."""
+    lay_out(place, "config.json", "model.safetensors", "adapter_config.json")
+    assert around(place, "model.safetensors") == (["adapter_config.json", "config.json"], [])
+    lay_out(place, "adapter_model.safetensors")
+    assert around(place, "model.safetensors") == (["config.json"], ["adapter_config.json", "adapter_model.safetensors"])
+
+
 def test_our_own_marks_do_not_travel(place: MemoryPath) -> None:
     lay_out(place, "ckptx.json", ".metadata", "config.json", "__0_0.distcp")
     assert around(place, "__0_0.distcp") == (["config.json"], [])

@@ -70,7 +70,7 @@ WRITTEN = {
     "GGUF": (["model-q4_k_m.gguf"], "GGUF"),
     "OpenVINO": (["openvino_model.xml", "openvino_model.bin"], "compiled for one engine"),
     "MLX": (["weights.npz"], "NumPy"),
-    "PEFT": (["adapter_config.json", "adapter_model.safetensors"], "an adapter"),
+    "PEFT, an interrupted save": (["adapter_config.json"], "an adapter"),
     "Lightning": (["epoch=1-step=10.ckpt"], "whole trainer"),
 }
 

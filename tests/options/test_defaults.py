@@ -128,7 +128,10 @@ def test_a_repeatable_option_and_what_is_no_option(monkeypatch: pytest.MonkeyPat
     ("text", "message"),
     [
         ("wokers = 2", "ckptx.toml: wokers: ckptx does not take --wokers; did you mean --workers?"),
-        ("[reshard]\nindex = 'auto'", "ckptx.toml: reshard.index: reshard does not take --index (convert to-hf does)"),
+        (
+            "[reshard]\nindex = 'auto'",
+            "ckptx.toml: reshard.index: reshard does not take --index (convert to-hf and merge do)",
+        ),
         ("[diff]\nprefix = 'x'", "ckptx.toml: diff.prefix: diff does not take --prefix; use --source-prefix"),
         ("[resherd]\ntp = 2", "ckptx.toml: resherd: unknown command; did you mean reshard?"),
         ("[convert.zzz]\ntp = 2", "ckptx.toml: convert.zzz: unknown command"),
@@ -206,7 +209,7 @@ def test_env_lists_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[own] == {
         "option": "--workers", "value": "6", "origin": "ckptx.toml: reshard.workers", "commands": ["reshard"],
     }  # fmt: skip
-    assert rows[project]["commands"] == ["convert to-dcp", "convert to-hf", "convert to-megatron", "verify"]
+    assert rows[project]["commands"] == ["convert to-dcp", "convert to-hf", "convert to-megatron", "merge", "verify"]
     assert "secret" not in json.dumps(rows) + run("env").stdout
     assert "--seq            8  (CKPTX_SEQ; for forecast)" in run("env").stdout
 

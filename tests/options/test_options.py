@@ -170,8 +170,8 @@ def test_spellings_of_a_dtype() -> None:
     [
         ("to-dcp", {"nonsense": 1}, "convert to-dcp does not take --nonsense"),
         ("to-dcp", {"worker": 1}, "convert to-dcp does not take --worker; did you mean --workers?"),
-        ("to-dcp", {"max_shard_size": "5GB"}, "convert to-dcp does not take --max-shard-size (convert to-hf does)"),
-        ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp and reshard do)"),
+        ("to-dcp", {"index": "auto"}, "convert to-dcp does not take --index (convert to-hf and merge do)"),
+        ("to-hf", {"files": 2}, "convert to-hf does not take --files (convert to-dcp, reshard and merge do)"),
         ("to-hf", {"tied": "alias"}, "--tied alias requires DCP output; in safetensors two names cannot share bytes"),
         ("to-hf", {"prefix": "model."}, "convert to-hf does not take --prefix; use --source-prefix"),
         ("to-dcp", {"workers": True}, "workers: True must be an integer"),
@@ -229,7 +229,7 @@ def test_the_hint_for_an_unknown_option_names_a_command_without_its_mode_if_both
     for message, commands in hints.items():
         assert not {each.partition(" --")[0] for each in commands if " --" in each} & set(commands), message
     assert str(unknown_option_error("convert to-hf", [], "tp")) == (
-        "convert to-hf does not take --tp (convert to-dcp, reshard, verify --run and forecast do)"
+        "convert to-hf does not take --tp (convert to-dcp, reshard, merge, verify --run and forecast do)"
     )
 
 
