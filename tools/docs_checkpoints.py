@@ -5,6 +5,7 @@ MODEL                         a small checkpoint of the same class
 MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32 x 32
 ADAPTER                       a LoRA adapter of MODEL for q_proj and v_proj, as PEFT saves it
 ADAPTER-2                     the same for q_proj and o_proj
+step-lora                     a DCP of MODEL with ADAPTER, as a loop with PEFT saves the state dict of the whole model
 step-1000                     a DCP of MODEL after training in float32: weights that bfloat16 would round, and
                               optimizer state, but no config
 outputs/checkpoint/step-1000  the same as torchtitan writes it, under torchtitan's names
@@ -53,7 +54,7 @@ def write_checkpoints(directory: Path) -> None:
     assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
     _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
-    _write_adapter(directory / "MODEL", directory / "ADAPTER", ["q_proj", "v_proj"])
+    _write_adapter(directory / "MODEL", directory / "ADAPTER", ["q_proj", "v_proj"], directory / "step-lora")
     _write_adapter(directory / "MODEL", directory / "ADAPTER-2", ["q_proj", "o_proj"])
     (directory / "state-plain").mkdir()
     shutil.copy(directory / "MODEL" / "model.safetensors", directory / "state-plain")
@@ -96,14 +97,16 @@ def _write_fp8(model: Path, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _write_adapter(model: Path, path: Path, modules: list[str]) -> None:
-    """Write a LoRA adapter with random values, as PEFT saves it after training."""
+def _write_adapter(model: Path, path: Path, modules: list[str], step: Path | None = None) -> None:
+    """Write a LoRA adapter with random values, as PEFT saves it after training; and as a DCP to `step`."""
     config = LoraConfig(r=8, lora_alpha=16, target_modules=modules, init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT finds no config of org/MODEL on the Hub
         adapted = get_peft_model(Qwen3ForCausalLM.from_pretrained(model), config)
         adapted.peft_config["default"].base_model_name_or_path = "org/MODEL"
         adapted.save_pretrained(str(path))
+    if step is not None:
+        dcp.save({"model": adapted.state_dict()}, checkpoint_id=step)
 
 
 def optimizer_of(parameters: dict[str, Tensor]) -> dict[str, object]:

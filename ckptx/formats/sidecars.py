@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptx.catalog.entry import Sidecar
-from ckptx.formats.peft.detect import CONFIG_FILE, WEIGHT_FILES
+from ckptx.formats.peft.detect import CONFIG_FILE
 from ckptx.formats.unsupported import is_unsupported_weights
 from ckptx.storage.files import changed_error
 from ckptx.storage.interface import FileIdentity, Source
@@ -112,8 +112,8 @@ def list_sidecars(source: Source, used_files: frozenset[str]) -> SidecarFiles:
     """List the sidecars of a checkpoint.
 
     Files in a subdirectory with other weights (`onnx/`, `original/`) are dropped, unless `modules.json` of
-    sentence-transformers lists it as a part of the model. The config of an adapter is dropped with its weights. Files
-    whose names are not allowed in an output are dropped, too.
+    sentence-transformers lists it as a part of the model. The config of an adapter is dropped, too, and so are
+    files whose names are not allowed in an output.
 
     Args:
         source: The directory of the checkpoint.
@@ -134,9 +134,8 @@ def list_sidecars(source: Source, used_files: frozenset[str]) -> SidecarFiles:
             for name in candidates
             if name.endswith(_WEIGHT_SUFFIXES + _INDEX_SUFFIXES) or is_unsupported_weights(_base_name(name))
         ]
-        if any(_base_name(name) in WEIGHT_FILES for name in weights):
-            # Without the weights of the adapter, transformers cannot load a directory that has its config.
-            weights += [name for name in candidates if _base_name(name) == CONFIG_FILE]
+        # Without the weights of the adapter, transformers cannot load a directory that has its config.
+        weights += [name for name in candidates if _base_name(name) == CONFIG_FILE]
         if directory == ".":
             copied.extend(name for name in candidates if name not in weights)
             dropped.extend(weights)

@@ -271,10 +271,6 @@ class DcpOptions(ConversionOptions):
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "prefix": self.prefix}
 
-    @property
-    def accepts_adapter(self) -> bool:
-        return True
-
     def check_prefix(self, source: "FormatTraits") -> None:
         """Check that `prefix` is not set for a training checkpoint.
 
@@ -304,6 +300,10 @@ class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
             "tensors only. Required if SRC has no config.json (to-dcp: only if it is a training checkpoint)."
         ),
     ] = None
+
+    @property
+    def accepts_adapter(self) -> bool:
+        return self.dims.world_size == 1
 
 
 class ToHfOptions(ConversionOptions, kw_only=False):

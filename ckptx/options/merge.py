@@ -148,10 +148,6 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
     ] = None
 
     @property
-    def accepts_adapter(self) -> bool:
-        return False
-
-    @property
     def adapters(self) -> tuple[AdapterPath, ...]:
         """Return the adapters to merge, in order, with their factors.
 

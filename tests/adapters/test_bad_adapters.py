@@ -422,7 +422,7 @@ CASES = [
     Case("other hidden size", base_of(hidden=16), InputError, WRONG_MODEL),
     Case("fewer layers", base_of(layers=1), InputError, WRONG_MODEL),
     Case("another model", other_model, InputError, WRONG_MODEL),
-    Case("model and adapter exchanged", swapped, UnsupportedError, "is an adapter, and no model by itself"),
+    Case("model and adapter exchanged", swapped, UnsupportedError, "is an adapter, not a model"),
     Case("adapter is a model", adapter_is_model, InputError, "is not an adapter (format: huggingface)"),
     Case("another model in the Hub cache", in_hub_cache, InputError, "was trained on other/name"),
     Case("quantized model", quantized, UnsupportedError, "--dequantize"),

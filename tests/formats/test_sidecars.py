@@ -37,10 +37,10 @@ def test_weights_that_are_not_used_stay_and_are_named(place: MemoryPath, name: s
     assert around(place, "model.safetensors") == (["config.json"], [name])
 
 
-def test_the_config_of_an_adapter_stays_with_its_weights(place: MemoryPath) -> None:
+def test_the_config_of_an_adapter_is_dropped(place: MemoryPath) -> None:
     """With the config alone, transformers looks for the adapter in the output, and fails."""
     lay_out(place, "config.json", "model.safetensors", "adapter_config.json")
-    assert around(place, "model.safetensors") == (["adapter_config.json", "config.json"], [])
+    assert around(place, "model.safetensors") == (["config.json"], ["adapter_config.json"])
     lay_out(place, "adapter_model.safetensors")
     assert around(place, "model.safetensors") == (["config.json"], ["adapter_config.json", "adapter_model.safetensors"])
 

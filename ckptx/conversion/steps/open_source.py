@@ -71,7 +71,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
         source = open_checkpoint(path)
         if source.traits.is_adapter and not options.accepts_adapter:
             raise UnsupportedError(
-                f"{source.location}: is an adapter, and no model by itself; add it to its model with "
+                f"{source.location}: is an adapter, not a model; add it to its model with "
                 "`ckptx merge MODEL ADAPTER DST`"
             )
         if not options.allow_config_mismatch:

@@ -176,8 +176,7 @@ def open_source(
     catalog = open_checkpoint(path)
     if catalog.traits.is_adapter:
         raise UnsupportedError(
-            f"{catalog.location}: is an adapter, and no model by itself; add it to its model with "
-            "`ckptx merge MODEL ADAPTER DST`"
+            f"{catalog.location}: is an adapter, not a model; add it to its model with `ckptx merge MODEL ADAPTER DST`"
         )
     catalog = with_disk_names(catalog, config if config is not None else catalog.config)
     if dequantize:
