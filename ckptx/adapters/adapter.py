@@ -320,6 +320,7 @@ def describe_adapter(adapter: Adapter) -> dict[str, Any]:
         "modules": adapter.modules,
         "layers": len(adapter.layers) + sum(map(len, adapter.parameters.values())),
         "replaced": sorted(adapter.replaced),
+        "has_config": True,
         "base": config.base_model,
         "bytes": adapter.catalog.nbytes,
     }

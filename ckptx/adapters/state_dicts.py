@@ -254,4 +254,4 @@ def describe_stored_adapter(catalog: Catalog) -> dict[str, Any]:
     config = parse_adapter_config(derive_config(found.tensors, 1.0, None, str(catalog.location)), str(catalog.location))
     adapter = group_tensors(replace(catalog, tensors=dict(found.tensors)), config)
     nbytes = sum(entry.nbytes for entry in found.tensors.values())
-    return {**describe_adapter(adapter), "alphas": [], "scalings": [], "bytes": nbytes}
+    return {**describe_adapter(adapter), "has_config": False, "alphas": [], "scalings": [], "bytes": nbytes}

@@ -11,7 +11,7 @@ from ckptx.options.option import SOURCE, Option, Options
 
 
 class AdapterSettings(NamedTuple):
-    """What a training checkpoint does not record about its adapter.
+    """Settings of the adapter in a training checkpoint, which does not record them.
 
     Attributes:
         config_file: Path of an `adapter_config.json`; None for none.

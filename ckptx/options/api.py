@@ -204,7 +204,7 @@ def _make_function(
     for table in tables:
         for name, setting in settings_of(table).items():
             previous = merged.get(name, setting)
-            preferred = setting if previous.is_required else previous
+            preferred = setting if previous.is_required and not setting.is_required else previous
             merged[name] = (
                 preferred if previous.type == setting.type else preferred._replace(type=previous.type | setting.type)
             )
@@ -268,7 +268,9 @@ def _with_argument_help(
         text = texts[name].full_text() if name in texts else setting.annotation.help
         text = re.sub(r"--[a-z-]+|\b[A-Z]+\b", lambda match: _python_name(match[0], names), text)
         text += limits.get(name, "")
-        lines.append(fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12))
+        lines.append(
+            fill(f"{name}: {text}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+        )
     return "\n".join([f"{head.rstrip()}\n\n    Args:", *lines, "", f"{heading}{rest}"])
 
 

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from ckptx.errors import UsageError
 from ckptx.options.adapter import AdapterOptions
 from ckptx.options.buffers import DTYPE_SPELLINGS
 from ckptx.options.conversion import BASE, DIRECTION_HELP, DST_HELP, ConversionOptions, TiedMode
@@ -55,8 +56,13 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     ] = None
 
     dtype: Annotated[
-        Literal["auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
-        Option("Dtype of the tensors (auto: unchanged).", OUTPUT_CHECKPOINT, spellings=DTYPE_SPELLINGS),
+        Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
+        Option(
+            "Dtype of the tensors (auto: unchanged).",
+            OUTPUT_CHECKPOINT,
+            metavar="auto|bf16|fp16|fp32",
+            spellings=DTYPE_SPELLINGS,
+        ),
     ] = "auto"
     base_model_name: Annotated[
         str | None,
@@ -69,6 +75,11 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
             replaces=("base_model", "base_model_name_or_path"),
         ),
     ] = None
+
+    def check(self) -> None:
+        super().check()
+        if self.dtype == "base":
+            raise UsageError("--dtype base: an adapter has no tensors of its base; pass bf16, fp16 or fp32")
 
     @property
     def base_name(self) -> str | None:

@@ -22,7 +22,8 @@ _HEAD_NBYTES = 4096  # bytes at the beginning that identify a report or page
 # all commands of the command line; "usage" is the command of a report on a wrong call.
 _REPORT = re.compile(
     rb'\{\s*"schema_version":\s*\d+,\s*"command":\s*"'
-    rb'(convert|reshard|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*"ok":\s*(true|false)'
+    rb'(convert|reshard|merge|inspect|diff|verify|env|forecast|robustness|usage)[^"]*",\s*"exit":\s*\d+,\s*'
+    rb'"ok":\s*(true|false)'
 )
 # Beginning of the JUnit XML of `robustness --junit`.
 XML_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n<testsuites name="ckptx '

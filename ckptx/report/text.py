@@ -285,13 +285,13 @@ def inspect_text(report: InspectionReport) -> str:
         f"  dtypes        {_counts_text(report.dtypes['before'])}",
     ]
     if report.adapter:
-        if report.format == "peft":
+        if report.adapter["has_config"]:
             lines = [line for line in lines if not line.startswith("  architecture")]
         lines.append(f"  adapter       {adapter_text(report.adapter)}")
         if report.adapter["replaced"]:
             replaced = report.adapter["replaced"]
             lines.append(f"  replaces      {counted(len(replaced), 'tensor')}: {_first_names(replaced)}")
-        if report.format == "peft":
+        if report.adapter["has_config"]:
             lines.append(f"  trained on    {report.adapter['base'] or 'unknown (no base_model_name_or_path)'}")
     if report.config_check and report.config_check["checked"] == "nothing":
         lines.append("  not checked   names, layers and shapes, which are unknown for this class and config")

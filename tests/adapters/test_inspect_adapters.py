@@ -45,7 +45,8 @@ def test_inspect_describes_an_adapter(tmp_path: Path) -> None:
     assert report.format == "peft" and report.architecture is None and not report.config_check
     assert report.adapter == {
         "ranks": [2], "alphas": [6.0], "scalings": [3.0], "rslora": False, "dora": False, "modules": ["q_proj"],
-        "layers": 2, "replaced": ["lm_head.weight"], "base": "org/name", "bytes": 4 * (11 * 8 + 4 * 16),
+        "layers": 2, "replaced": ["lm_head.weight"], "has_config": True, "base": "org/name",
+        "bytes": 4 * (11 * 8 + 4 * 16),
     }  # fmt: skip
     text = inspect_text(report)
     assert "LoRA, rank 2, alpha 6 (scaling 3), q_proj (2 layers)" in text

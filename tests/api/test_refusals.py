@@ -204,7 +204,7 @@ def _(root: Path) -> None:
     (root / "config.json").write_text("{")
 
 
-@hf("LoRA names among the weights", 4, 'tensor ".*lora_A.weight" belongs to an adapter', shards=1)
+@hf("LoRA names among the weights", 4, 'tensor ".*lora_A.weight" belongs to an adapter', shards=1, inspects=True)
 def _(root: Path) -> None:
     write_safetensors(root / SINGLE, llama() | {"model.layers.0.self_attn.q_proj.lora_A.weight": value("BF16", 2, 8)})
 
@@ -246,7 +246,7 @@ def _(root: Path) -> Path:
     return root / "runs"
 
 
-@hf("an adapter", 4, r"an adapter \(LoRA or similar\) is not supported .*; merge it into its base first")
+@hf("an adapter", 4, "is an adapter, not a model; add it to its model", direction="dcp2hf", inspects=True)
 def _(root: Path) -> Path:
     write_safetensors(root.parent / "lora" / "adapter_model.safetensors", {"w": value("F32", 1)})
     (root.parent / "lora" / "adapter_config.json").write_text("{}")
@@ -373,7 +373,7 @@ def _(root: Path) -> None:
     rewrite(root, lambda metadata: {W: metadata.tensors[W]._replace(dtype="quint8")})
 
 
-@dcp("LoRA names in a DCP", 4, "belongs to an adapter")
+@dcp("LoRA names in a DCP", 4, "belongs to an adapter", inspects=True)
 def _(root: Path) -> None:
     write_dcp(root, llama() | {"model.layers.0.mlp.up_proj.lora_B.weight": value("BF16", 8, 2)}, config=LLAMA)
 

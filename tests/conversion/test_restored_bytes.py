@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 import ckptx
-from ckptx.conversion.outputs import huggingface as to_huggingface
 from ckptx.conversion.outputs import sharded as to_sharded
+from ckptx.conversion.steps import reordered_tensors
 from ckptx.errors import CkptxError, InputError, UnsupportedError, UsageError
 from ckptx.storage.interface import local_path
 from tests.conversion.steps import CONFIG, TIED
@@ -38,9 +39,9 @@ def position(file: Path, name: str) -> int:
     return end + begin
 
 
-def damage(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
-    """Flip a bit of a tensor in the staged file before a check."""
-    unchanged = getattr(to_huggingface, check)
+def damage(monkeypatch: pytest.MonkeyPatch, module: ModuleType, check: str, name: str) -> None:
+    """Flip a bit of a tensor in the staged file before a check of a module."""
+    unchanged = getattr(module, check)
 
     def damaged(tree: Any, *others: Any) -> None:
         file = local_path(tree.location) / SINGLE
@@ -50,7 +51,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
         file.write_bytes(data)
         unchanged(tree, *others)
 
-    monkeypatch.setattr(to_huggingface, check, damaged)
+    monkeypatch.setattr(module, check, damaged)
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
@@ -66,7 +67,7 @@ def test_reordered_and_combined_tensors_are_read_back_from_the_written_files(
         ckptx.convert("to-hf", tmp_path / "dcp", tmp_path / "made" / "out")
         assert (tmp_path / "made" / "out" / SINGLE).read_bytes() == (hf / SINGLE).read_bytes()
         return
-    damage(monkeypatch, "check_reordered", name)
+    damage(monkeypatch, reordered_tensors, "check_reordered", name)
     with pytest.raises(CkptxError) as caught:
         ckptx.convert("to-hf", tmp_path / "dcp", tmp_path / "made" / "out")
     reason = caught.value if isinstance(caught.value, InputError) else caught.value.__context__

@@ -498,7 +498,7 @@ def test_every_format_that_is_read_says_what_follows_from_it(name: str) -> None:
     traits = TRAITS_BY_FORMAT[name]
     assert traits.name == name and traits.reshard_output in ("dcp", "safetensors")
     assert not (traits.is_published and traits.has_manifest)  # what ckptx writes for training, or what authors publish
-    assert traits.is_published or traits.has_manifest or traits.is_training_format
+    assert traits.is_published or traits.has_manifest or traits.is_training_format or traits.is_adapter
     assert not traits.has_archives or traits.is_training_format
     assert not traits.can_be_restored or traits.is_published
 

@@ -209,7 +209,14 @@ def test_env_lists_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[own] == {
         "option": "--workers", "value": "6", "origin": "ckptx.toml: reshard.workers", "commands": ["reshard"],
     }  # fmt: skip
-    assert rows[project]["commands"] == ["convert to-dcp", "convert to-hf", "convert to-megatron", "merge", "verify"]
+    assert rows[project]["commands"] == [
+        "convert to-dcp",
+        "convert to-hf",
+        "convert to-megatron",
+        "convert to-peft",
+        "merge",
+        "verify",
+    ]
     assert "secret" not in json.dumps(rows) + run("env").stdout
     assert "--seq            8  (CKPTX_SEQ; for forecast)" in run("env").stdout
 

@@ -23,6 +23,7 @@ from ckptx.options.help import make_help, section_titles, size_note
 from ckptx.options.option import REPORT, Option, Options, is_class, settings_of
 from ckptx.options.sizes import GPU_GIB, default_workers, parse_gpu_memory, parse_size
 from ckptx.options.step import GpuName
+from ckptx.options.to_peft import ToPeftOptions
 from tests.support.command_arguments import arguments_of
 
 
@@ -272,7 +273,7 @@ def test_a_signature_has_each_option_with_its_type_and_default(words: str) -> No
 
 
 def test_the_docstring_of_convert_names_the_direction_of_an_option() -> None:
-    tables = ToDcpOptions, ToHfOptions, ToMegatronOptions
+    tables = ToDcpOptions, ToHfOptions, ToMegatronOptions, ToPeftOptions
     directions = dict[str, list[str]]()
     for table in tables:
         for name in settings_of(table):

@@ -14,7 +14,7 @@ from ckptx.cli.main import cli, commands
 from ckptx.options.commands import COMMANDS
 from ckptx.report.schema import build_schema, report_classes
 from tests.conversion.steps import CONFIG, TIED
-from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf
+from tests.support.checkpoint_writers import llama, value, write_dcp, write_hf, write_safetensors
 from tests.support.command_arguments import arguments_of
 from tests.support.runner import CliRunner
 
@@ -61,6 +61,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     moments["optimizer.state.model.norm.weight.factors"] = value("F32", 2)
     write_dcp(root / "dcp", {**model, **moments}, objects=["optimizer.param_groups"], config=CONFIG)
     (root / "empty").mkdir()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    shape = dict(llama())["model.layers.0.self_attn.q_proj.weight"][1]
+    factors = {
+        f"{module}.lora_A.weight": value("F32", 1, shape[1]),
+        f"{module}.lora_B.weight": value("F32", shape[0], 1),
+    }
+    settings = json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"]})
+    for name in ("adapter", "step"):
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text(settings)
+    write_safetensors(root / "adapter" / "adapter_model.safetensors", factors)
+    write_dcp(root / "step", factors)
     return root
 
 
@@ -89,8 +101,9 @@ RUNNING = {"forecast", "robustness"}
 def test_the_document_of_each_command_is_as_the_schema_says(
     words: str, inputs: Path, tmp_path: Path, validator: Draft202012Validator
 ) -> None:
-    checkpoint = inputs / ("plain" if words == "convert to-megatron" else "hf")  # Megatron has no place for "strange"
-    document = printed(*words.split(), *arguments_of(words, checkpoint, tmp_path / "out"))
+    # Megatron has no place for "strange", and an adapter is in a training checkpoint.
+    checkpoint = inputs / {"convert to-megatron": "plain", "convert to-peft": "step"}.get(words, "hf")
+    document = printed(*words.split(), *arguments_of(words, checkpoint, tmp_path / "out", inputs / "adapter"))
     assert [error.message for error in validator.iter_errors(document)] == []
     assert (document["command"], document["exit"], document["error"]) == (words, 0, None)
 

@@ -218,7 +218,6 @@ def merge_adapters(
             view.catalog, tensors={**view.catalog.tensors, **{entry.name: entry for entry in tensors.values()}}
         ),
         tensors=tensors,
-        _rules=view._rules,
     )
     return MergedModel(
         replace(base, is_merged=True),
@@ -271,7 +270,6 @@ def _under_disk_names(view: ModelView) -> tuple[ModelView, dict[str, tuple[str, 
             architecture=view.disk_architecture,
             trainer_conversions=(),
             unknown=(),
-            _rules=view._rules,
         ),
         origins,
     )

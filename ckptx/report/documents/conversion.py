@@ -46,7 +46,8 @@ class ConversionReport(Report):
         adapters: For `merge` each adapter in order, and for `convert to-peft` the one that is written: `path`,
             `factor`, `ranks`, `alphas` and `scalings` of its layers (each value once), `rslora`, `dora`, `modules`
             (last components of their names), `layers` (number), `replaced` (names of the tensors of the model that it
-            replaces), `base` (model that it was trained on; null if not recorded) and `bytes` of its tensors.
+            replaces), `has_config` (false if it is in a training checkpoint, which does not record alpha),
+            `base` (model that it was trained on; null if not recorded) and `bytes` of its tensors.
         merged_weights: For `merge`, number of tensors to which layers of adapters were added.
         dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
             `--dtype base` did not cast (see `base_dtypes`).
