@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ckptx.adapters.adapter import LoraLayer
 from ckptx.catalog.entry import Chunk, TensorEntry
@@ -17,7 +18,7 @@ from ckptx.mapping.names import pattern_of
 from ckptx.model_view.view import ModelView, rules_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightNames:
     """Names of the tensors of a model.
 
@@ -103,19 +104,8 @@ class WeightNames:
                 stored = self.names[spelling]
                 return {stored: full_region(self.tensors[stored].shape)}
         (spelling,) = (each for each in self._spellings(name) if each in self.parts)
-        rules = rules_of(self.view)
-        assert rules is not None
-        # The rules are applied to tensors that are each in a file of their own, so that a chunk of the result tells
-        # which tensor it is.
-        markers = {
-            stored: self.tensors[stored]._replace(
-                chunks=(Chunk(full_region(self.tensors[stored].shape), stored, 0, self.tensors[stored].nbytes),),
-                replicas=(),
-            )
-            for stored in self.tensors
-        }
         regions: dict[str, Region] = {}
-        for chunk in rules.to_model(markers).tensors[spelling].chunks:
+        for chunk in self._marked_tensors[spelling].chunks:
             entry = self.tensors[chunk.file]
             is_whole = chunk.region.numel == entry.numel and chunk.file not in regions
             if not is_whole or chunk.region.sizes[-2:] != entry.shape[-2:] or not _is_row_major(chunk):
@@ -125,6 +115,17 @@ class WeightNames:
                 )
             regions[chunk.file] = chunk.region
         return regions
+
+    @cached_property
+    def _marked_tensors(self) -> Mapping[str, TensorEntry]:
+        """The parameters of the class, each chunk in a file with the name of the stored tensor that it is from."""
+        rules = rules_of(self.view)
+        assert rules is not None  # else no parameter has parts
+        marked = {
+            stored: entry._replace(chunks=(Chunk(full_region(entry.shape), stored, 0, entry.nbytes),), replicas=())
+            for stored, entry in self.tensors.items()
+        }
+        return rules.to_model(marked).tensors
 
     def _spellings(self, name: str) -> list[str]:
         """Return a name as it is, and with the name of the base model added or removed."""
