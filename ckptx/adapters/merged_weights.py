@@ -3,10 +3,10 @@
     merged = W + s B A                                LoRA
     merged = m / |W + s B A| * (W + s B A)            DoRA, with the norm of each output row and its magnitude m
 
-The sum is computed in float32, where weight and change nearly cancel and for a float32 weight in float64, and rounded
-once to the dtype of the weight. The result is within one unit in the last place of the correctly rounded one. A weight
-is computed in blocks of rows whose size depends on its
-shape alone. So its bytes do not depend on the order of reads, on the layout of the output or on the number of threads.
+The sum is computed in float32; for a float32 weight, and where weight and change nearly cancel, in float64. It is
+rounded once to the dtype of the weight, so that the result is within one unit in the last place of the correctly
+rounded one. A weight is computed in blocks of rows whose size depends on its shape alone. So its bytes do not depend on
+the order of reads, on the layout of the output or on the number of threads.
 """
 
 from __future__ import annotations
@@ -171,8 +171,7 @@ class MergedWeight:
     @property
     def entry(self) -> TensorEntry:
         """Return the entry of the merged weight, with the name of the weight."""
-        chunk = Chunk(full_region(self.base.shape), self.file_name, 0, self.nbytes)
-        return TensorEntry(self.base.name, self.base.dtype, self.base.shape, (chunk,))
+        return _in_file(self.base, self.file_name)
 
     @property
     def file_name(self) -> str:
@@ -417,8 +416,7 @@ class ReplacedTensor:
     @property
     def entry(self) -> TensorEntry:
         """Return the entry of the tensor, with name and dtype of the one in the base."""
-        chunk = Chunk(full_region(self.base.shape), self.file_name, 0, self.nbytes)
-        return TensorEntry(self.base.name, self.base.dtype, self.base.shape, (chunk,))
+        return _in_file(self.base, self.file_name)
 
     @property
     def file_name(self) -> str:
@@ -481,3 +479,9 @@ def _stored_bytes(values: Any, entry: TensorEntry) -> memoryview:
             "the adapter is damaged, or belongs to another model"
         )
     return memoryview(result.view(np.uint8).reshape(-1))
+
+
+def _in_file(base: TensorEntry, file_name: str) -> TensorEntry:
+    """Return an entry with name, dtype and shape of `base`, whose elements are a whole file, row-major."""
+    chunk = Chunk(full_region(base.shape), file_name, 0, base.nbytes)
+    return TensorEntry(base.name, base.dtype, base.shape, (chunk,))
