@@ -46,13 +46,11 @@ class AdapterSource:
     Attributes:
         base: Base with the source to convert.
         extracted: The adapter; None if the output is a model.
-        stored: Catalog of the source under its stored names.
         notes: Notes for the user.
     """
 
     base: BaseCheckpoint
     extracted: ExtractedAdapter | None = None
-    stored: Catalog | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -106,22 +104,19 @@ def extract_adapter(
         alpha = _recorded_alpha(read_json_object(catalog.source, _VERL_FILE), config_path)
     if settings.config_file is not None:
         path = Path(settings.config_file)
-        config = read_json_object(LocalSource(path.parent), path.name)
-        config_path = str(path)
-        if settings.base_name is not None:
-            config["base_model_name_or_path"] = settings.base_name
-    elif alpha is None and config_source is not None:
-        config = read_json_object(config_source, CONFIG_FILE)
-        config_path = str(config_source.location / CONFIG_FILE)
-        if settings.base_name is not None:
-            config["base_model_name_or_path"] = settings.base_name
+        config_path, config = str(path), read_json_object(LocalSource(path.parent), path.name)
     elif alpha is not None:
         config = derive_config(found.tensors, alpha, settings.base_name, location)
+    elif config_source is not None:
+        config_path = str(config_source.location / CONFIG_FILE)
+        config = read_json_object(config_source, CONFIG_FILE)
     else:
         raise InputError(
             f"{location}: a checkpoint of a trainer does not record the alpha of its adapter, which scales it; pass "
             "--adapter-config FILE (adapter_config.json of the run) or --alpha N"
         )
+    if settings.base_name is not None:
+        config["base_model_name_or_path"] = settings.base_name
     others = [stored for stored in found.stored_names.values() if not is_lora_name(stored)]
     if others:
         found = find_adapter_tensors(_locate(catalog, others, files), model_config)
@@ -194,6 +189,8 @@ def find_adapter_source(
             f"--alpha {settings.alpha:g}: the config has plain LoRA with alpha / rank; if the run used rsLoRA or "
             "patterns of ranks or alphas, pass its own config with --adapter-config"
         )
-    changed = replace(base, source=extracted.adapter.catalog, catalog=None, config=None, is_none=True, notes=())
-    changed = replace(changed, adapter_config=extracted.config)
-    return AdapterSource(changed, extracted, base.source, tuple(notes))
+    changed = replace(
+        base, source=extracted.adapter.catalog, catalog=None, config=None, is_none=True, notes=(),
+        adapter_config=extracted.config,
+    )  # fmt: skip
+    return AdapterSource(changed, extracted, tuple(notes))
