@@ -217,7 +217,8 @@ def main() -> int:
     sys.path[:0] = [str(CHECKOUT)]
     from tests.support.models import EVERY, write
 
-    num_calls, num_files, num_differing_calls, note_differences = 0, 0, 0, Counter[tuple[str, ...]]()
+    num_calls, num_files, num_differing_files, num_differing_calls = 0, 0, 0, 0
+    note_differences = Counter[tuple[str, ...]]()
     exit_codes: Counter[int] = Counter()
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         work = Path(directory)
@@ -234,7 +235,10 @@ def main() -> int:
                 exit_codes[old["exit"]] += 1
                 differences = differing_fields(old, new, note_differences)
                 if target:
-                    differences += differing_files(*(tree.out / target for tree in trees))
+                    differing = differing_files(*(tree.out / target for tree in trees))
+                    differences = differing + differences
+                    if old["exit"] == new["exit"]:
+                        num_differing_files += len(differing)
                     num_files += sum(path.is_file() for path in (trees[0].out / target).rglob("*"))
                 if differences:
                     num_differing_calls += 1
@@ -242,7 +246,8 @@ def main() -> int:
             for path in (hf, trained, *(path for tree in trees for path in tree.out.iterdir())):
                 shutil.rmtree(path)
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(exit_codes.items()))
-        print(f"{num_calls} calls (exits {codes}), {num_files} files compared, {num_differing_calls} calls differ")
+        print(f"{num_calls} calls (exits of OLD {codes}), {num_files} files compared, {num_differing_calls} calls differ")
+        print(f"{num_differing_files} files differ between outputs of calls with the same exit code")
         for notes, count in note_differences.most_common():
             print(f"notes of {count} calls:", *notes, sep="\n  ")
     return 1 if num_differing_calls else 0
