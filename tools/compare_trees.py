@@ -246,7 +246,9 @@ def main() -> int:
             for path in (hf, trained, *(path for tree in trees for path in tree.out.iterdir())):
                 shutil.rmtree(path)
         codes = ", ".join(f"{code}: {count}" for code, count in sorted(exit_codes.items()))
-        print(f"{num_calls} calls (exits of OLD {codes}), {num_files} files compared, {num_differing_calls} calls differ")
+        print(
+            f"{num_calls} calls (exits of OLD {codes}), {num_files} files compared, {num_differing_calls} calls differ"
+        )
         print(f"{num_differing_files} files differ between outputs of calls with the same exit code")
         for notes, count in note_differences.most_common():
             print(f"notes of {count} calls:", *notes, sep="\n  ")
