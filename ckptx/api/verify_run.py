@@ -17,7 +17,7 @@ from ckptx.formats.hf.hub import resolve_source
 from ckptx.formats.manifest_file import read_manifest
 from ckptx.formats.registry import open_checkpoint
 from ckptx.formats.sidecars import MANIFEST
-from ckptx.layout.stages import split_layers
+from ckptx.layout.stages import StageAssignment, split_layers
 from ckptx.model_view.sharder import read_plan
 from ckptx.options.document import to_json
 from ckptx.options.verify import VerifyRunOptions
@@ -86,8 +86,8 @@ def _config_notes(reference: Path, checkpoint: Path) -> list[str]:
 def _with_recorded_layout(options: VerifyRunOptions, checkpoint: Path, log: Log) -> VerifyRunOptions:
     """Return the options with the tensor-parallel rules and the stages that the manifest of the checkpoint records.
 
-    The rules are used for tp > 1 if the options have no TP plan. The stages are used if the mesh has the same number of
-    them, the schedule has one stage per rank, and the options leave the split at "even".
+    The rules are used for tp > 1 if the options have no TP plan. The stages are used if the schedule assigns as many to
+    each of as many ranks, in the same order, and the options leave the split at "even".
     """
     if options.dims.tp == options.dims.pp == 1:
         return options
@@ -100,7 +100,12 @@ def _with_recorded_layout(options: VerifyRunOptions, checkpoint: Path, log: Log)
         values["tp_plan"] = str(source.location / MANIFEST)
         log.note(f"using the tensor-parallel rules of {values['tp_plan']}; pass --tp-plan to use others")
     counts = [sum(stop - first for _, first, stop in stage) for stage in recorded.stages or ()]
-    has_same_stages = len(counts) == options.dims.pp > 1 and options.schedule in ("1f1b", "gpipe")
+    from ckptx.runtime.parallel.pipeline.schedules import find_schedule  # not needed without a mesh
+
+    assignment = StageAssignment(
+        recorded.pp, recorded.virtual_stages, "v" if recorded.schedule_style == "v" else "loop"
+    )
+    has_same_stages = options.dims.pp > 1 and find_schedule(options.schedule).assignment(options.dims.pp) == assignment
     if has_same_stages and options.pp_split == "even" and tuple(counts) != split_layers(sum(counts), len(counts)):
         values["pp_split"] = ",".join(map(str, counts))
         log.note(f"using the stages of {source.location / MANIFEST}: --pp-split {values['pp_split']}")

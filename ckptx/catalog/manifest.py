@@ -1,7 +1,9 @@
 """`ckptx.json`, the manifest: a record of the files that ckptx wrote, with digests. No loader needs it.
 
     {"ckptx": 1, "tool": "0.1.0", "format": "dcp",
-     "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "rank_order": "pp,dp,tp", "stages": null, "tp_plan": {...} or absent},
+     "layout": {"tp": 1, "pp": 1, "dp_shard": 1, "ep": 2 and "ep_inner": "experts", or both absent,
+                "virtual_stages": 2 and "schedule_style": "loop", or both absent,
+                "rank_order": "pp,dp,tp", "stages": null, "tp_plan": {...} or absent},
      "origin": {"format": "huggingface", "files": [{"name", "metadata"} or {"name", "header"}], "index": ...,
                 "tensors": {NAME: index in files}} or null,
      "cuts": [{"files": [index in the files below], "offsets": [[...]], "sizes": [[...]], "replicas": [index]}],
@@ -88,6 +90,11 @@ class LayoutRecord(NamedTuple):
         stages: For each pipeline stage, its layers as (path of the list of layers, first index, index after the last);
             None if unknown.
         tp_plan: Tensor-parallel rules of the user, pattern -> style; None if there were none.
+        ep: Number of expert-parallel ranks; 1 without expert parallelism.
+        ep_inner: Sharding of experts among the ranks with the same EP rank, "experts", "rows" or "columns"; None
+            without expert parallelism.
+        virtual_stages: Number of stages of each pipeline rank; `stages` has as many for each of the `pp` ranks.
+        schedule_style: Assignment of these stages to ranks, "loop" or "v"; "loop" for one stage per rank.
     """
 
     tp: int
@@ -95,6 +102,10 @@ class LayoutRecord(NamedTuple):
     dp_shard: int
     stages: tuple[tuple[tuple[str, int, int], ...], ...] | None
     tp_plan: Mapping[str, str] | None = None
+    ep: int = 1
+    ep_inner: str | None = None
+    virtual_stages: int = 1
+    schedule_style: str = "loop"
 
 
 class OriginalFile(NamedTuple):

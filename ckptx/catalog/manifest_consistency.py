@@ -54,9 +54,10 @@ def field_path(section: str, name: str) -> str:
 
 
 def _find_layout_contradiction(manifest: Manifest) -> Contradiction | None:
-    stages, pp = manifest.layout.stages, manifest.layout.pp
-    if stages is not None and len(stages) != pp:
-        return Contradiction("layout.stages", f"{len(stages)} stages", f"{pp}, the value of layout.pp")
+    stages, count = manifest.layout.stages, manifest.layout.pp * manifest.layout.virtual_stages
+    if stages is not None and len(stages) != count:
+        field = "layout.pp" if manifest.layout.virtual_stages == 1 else "layout.pp x layout.virtual_stages"
+        return Contradiction("layout.stages", f"{len(stages)} stages", f"{count}, the value of {field}")
     for stage in stages or ():
         for path, first, stop in stage:
             if first > stop:

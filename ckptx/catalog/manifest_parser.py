@@ -269,18 +269,26 @@ class _ManifestParser:
         tp, pp, dp_shard = (
             self._require_positive(layout.get(axis), f"{field}.{axis}") for axis in ("tp", "pp", "dp_shard")
         )
+        ep = self._require_positive(layout.get("ep", 1), f"{field}.ep")
+        if tp * dp_shard % ep:
+            self._refuse(f"{field}.ep", ep, f"a divisor of tp x dp_shard, {tp * dp_shard}")
+        ep_inner = None if ep == 1 else self._require_string(layout.get("ep_inner"), f"{field}.ep_inner")
+        virtual_stages = self._require_positive(layout.get("virtual_stages", 1), f"{field}.virtual_stages")
+        style = self._require_string(layout.get("schedule_style", "loop"), f"{field}.schedule_style")
+        if style not in ("loop", "v") or (style == "v" and virtual_stages != 2):
+            self._refuse(f"{field}.schedule_style", style, '"loop", or "v" with virtual_stages 2')
         if layout.get("rank_order") != RANK_ORDER:
             self._refuse(f"{field}.rank_order", layout.get("rank_order"), RANK_ORDER)
         tp_plan = self._parse_tp_plan(layout.get("tp_plan"), f"{field}.tp_plan")
         stages = layout.get("stages", 0)
         if stages is None:
-            return LayoutRecord(tp, pp, dp_shard, None, tp_plan)
+            return LayoutRecord(tp, pp, dp_shard, None, tp_plan, ep, ep_inner, virtual_stages, style)
         field = f"{field}.stages"
         spans = (
             tuple(self._parse_layer_span(span, field) for span in self._require_list(stage, field))
             for stage in self._require_list(stages, field)
         )
-        return LayoutRecord(tp, pp, dp_shard, tuple(spans), tp_plan)
+        return LayoutRecord(tp, pp, dp_shard, tuple(spans), tp_plan, ep, ep_inner, virtual_stages, style)
 
     def _parse_tp_plan(self, plan: Any, field: str) -> dict[str, str] | None:
         if plan is None:

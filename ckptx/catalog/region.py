@@ -35,6 +35,11 @@ class Region(NamedTuple):
         sizes = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
         return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
 
+    def with_extent(self, dim: int, offset: int, size: int) -> Region:
+        """Return the region with another offset and size along one dim."""
+        offsets, sizes = self
+        return Region((*offsets[:dim], offset, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+
     def __str__(self) -> str:
         spans = (f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True))
         return f"[{', '.join(spans)}]"

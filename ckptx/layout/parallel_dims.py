@@ -4,6 +4,8 @@ rank = (pp_index * dp + dp_index) * tp + tp_index  tp_index runs fastest, pp_ind
 dp_index = replica * dp_shard + shard              dp = dp_replicate * dp_shard ranks with different batches
 
 Checkpoint files do not depend on dp_replicate, as all replicas hold the same data.
+
+Expert parallelism (expert_parallel.py) has no axis of its own: the EP rank of a rank is (rank within its stage) % ep.
 """
 
 from __future__ import annotations
@@ -23,23 +25,36 @@ class ParallelDims:
         pp: Number of pipeline stages.
         dp_shard: Number of ranks over which FSDP shards the parameters of a TP rank.
         dp_replicate: Number of groups of `dp_shard` ranks that replicate the parameters (HSDP).
+        ep: Number of expert-parallel ranks; it divides `tp * dp_shard`.
 
     Raises:
-        UsageError: A size is below 1, or the mesh has more than `MAX_RANKS` ranks.
+        UsageError: A size is below 1, the mesh has more than `MAX_RANKS` ranks, or `ep` does not divide
+            `tp * dp_shard`.
     """
 
     tp: int = 1
     pp: int = 1
     dp_shard: int = 1
     dp_replicate: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"tp": self.tp, "pp": self.pp, "dp_shard": self.dp_shard, "dp_replicate": self.dp_replicate}
+        sizes = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "dp_shard": self.dp_shard,
+            "dp_replicate": self.dp_replicate,
+            "ep": self.ep,
+        }
         for axis, size in sizes.items():
             if size < 1:
                 raise UsageError(f"mesh: {axis} must be 1 or more, found {size}; use 1 to disable it")
         if self.world_size > MAX_RANKS:
             raise UsageError(f"mesh: {self.world_size} ranks, but at most {MAX_RANKS} are allowed; use fewer ranks")
+        if self.tp * self.dp_shard % self.ep:
+            raise UsageError(
+                f"mesh: ep {self.ep} must divide tp x dp_shard, found {self.tp} x {self.dp_shard}; use a divisor of it"
+            )
 
     @property
     def world_size(self) -> int:
@@ -69,6 +84,10 @@ class ParallelDims:
     def rank_in_stage(self, dp: int, tp: int) -> int:
         """Return the rank at the given coordinates within its pipeline stage."""
         return dp * self.tp + tp
+
+    def ep_rank(self, rank: int) -> int:
+        """Return the expert-parallel rank of a global rank."""
+        return rank % self.ranks_per_stage % self.ep
 
     def ranks_of_stage(self, pp: int) -> range:
         """Return the global ranks of a stage, in the order of `rank_in_stage`."""

@@ -86,9 +86,7 @@ def tp_regions(shape: Shape, placement: Placement | None, tp: int, pack: int = 1
     ]
     return tuple(
         tuple(
-            _replace_extent(full_region(shape), dim, span)
-            for span in (spans[index] for spans in spans_by_group)
-            if span[1]
+            full_region(shape).with_extent(dim, *span) for span in (spans[index] for spans in spans_by_group) if span[1]
         )
         for index in range(tp)
     )
@@ -214,7 +212,7 @@ def _fsdp_shard(
     for region, height in zip(regions, heights, strict=True):
         low, high = max(begin, local_row), min(begin + size, local_row + height)
         if low < high:
-            fsdp_regions.append(_replace_extent(region, 0, (region.offsets[0] + low - local_row, high - low)))
+            fsdp_regions.append(region.with_extent(0, region.offsets[0] + low - local_row, high - low))
         if is_dim0_sharded:
             local_row += height
     return fsdp_regions
@@ -228,12 +226,6 @@ def _chunks(n: int, parts: int, granularity: int) -> tuple[Span, ...]:
     chunk_size = -(-(n // granularity) // parts) * granularity
     edges = [min(i * chunk_size, n) for i in range(parts + 1)]
     return tuple((a, b - a) for a, b in pairwise(edges))
-
-
-def _replace_extent(region: Region, dim: int, span: Span) -> Region:
-    """Return the region with another extent along one dim."""
-    offsets, sizes = region
-    return Region((*offsets[:dim], span[0], *offsets[dim + 1 :]), (*sizes[:dim], span[1], *sizes[dim + 1 :]))
 
 
 def _infer_block_size(n: int, size: int) -> int | None:

@@ -8,6 +8,11 @@ that file too. So the user names the rule of a framework, or gives the counts:
                             torchtitan 2 3 3 2  embedding and head count as a layer each
                             hf      2 2 2 4     the last stage gets it (transformers)
                             1,4,4,1             explicit counts
+
+Interleaved and V schedules have several stages on each pipeline rank:
+
+    2 ranks, 4 stages       loop    rank 0: stages 0, 2     rank 1: stages 1, 3     (Interleaved1F1B)
+                            v       rank 0: stages 0, 3     rank 1: stages 1, 2     (ZBVZeroBubble, DualPipeV)
 """
 
 from __future__ import annotations
@@ -15,12 +20,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.wording import counted
 
 SPLIT_RULES = ("even", "vllm", "torchtitan", "hf")
 FORMER_SPLITS = {"titan": "torchtitan"}  # former names of rules, which still work
+
+
+ScheduleStyle = Literal["loop", "v"]
+
+
+class StageAssignment(NamedTuple):
+    """Assignment of pipeline stages to pipeline ranks.
+
+    Attributes:
+        pp: Number of pipeline ranks.
+        stages_per_rank: Number of stages of each rank; 2 if the style is "v".
+        style: "loop" (with 2 ranks: stages 0 and 2, 1 and 3) or "v" (0 and 3, 1 and 2).
+    """
+
+    pp: int
+    stages_per_rank: int = 1
+    style: ScheduleStyle = "loop"
+
+    @property
+    def stage_count(self) -> int:
+        """Return the number of stages of all ranks."""
+        return self.pp * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that has a stage."""
+        return self.stage_count - 1 - stage if self.style == "v" and stage >= self.pp else stage % self.pp
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a pipeline rank, in ascending order."""
+        return (
+            (rank, self.stage_count - 1 - rank) if self.style == "v" else tuple(range(rank, self.stage_count, self.pp))
+        )
 
 
 def split_layers(layers: int, stages: int, rule: str = "even") -> tuple[int, ...]:

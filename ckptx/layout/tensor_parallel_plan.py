@@ -24,6 +24,7 @@ from ckptx.layout.styles import STYLES, StyleKind
 from ckptx.untrusted.limits import INDEX_IN_NAME
 
 USER_PLAN = "user plan"
+EXPERT_PARALLEL = "--ep"  # `PlacementDecision.decided_by` of the tensors of experts
 _NO_COMPOSITIONS = Compositions()
 
 
@@ -202,17 +203,25 @@ class PlacementDecision:
 
     Attributes:
         placement: TP placement; None if the tensor is replicated.
-        decided_by: `Rule.decided_by`, or "default" if no rule matches.
+        decided_by: `Rule.decided_by`, "default" if no rule matches, or "--ep" for a tensor of experts.
         reason: Short explanation for the report.
         aligned: True if each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
             so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded. None if it is
             not known whether parts are fused there, because the class is unknown.
+        is_expert_parallel: True if expert parallelism distributes the tensor instead of TP. `placement` is then that of
+            its experts along dim 0; None for a tensor of a single expert.
     """
 
     placement: Placement | None
     decided_by: str
     reason: str
     aligned: bool | None
+    is_expert_parallel: bool = False
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return True if no rank holds the whole tensor, or if only one EP rank does."""
+        return self.placement is not None or self.is_expert_parallel
 
 
 def decide_placement(

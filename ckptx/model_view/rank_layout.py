@@ -20,6 +20,7 @@ from ckptx.catalog.entry import ShardedChunks, TensorEntry
 from ckptx.catalog.manifest import LayoutRecord
 from ckptx.catalog.object_ids import ObjectIds
 from ckptx.catalog.region import Region, Shape
+from ckptx.layout.expert_parallel import find_position
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.mapping.names import pattern_of
 from ckptx.untrusted.hash_keys import salted_key
@@ -53,10 +54,12 @@ class Sharding(NamedTuple):
         shape: Shape of the whole tensor, in elements.
         shards: Shards. The holder of each is the index of its rank or file minus the lowest such index of the tensor,
             the first holder, so that equal shardings on different stages compare equal.
+        is_expert_parallel: True if expert parallelism distributes the tensor.
     """
 
     shape: Shape
     shards: tuple[Shard, ...]
+    is_expert_parallel: bool = False
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class Holder:
         nbytes: Bytes of tensor data on this holder; names that share bytes count once.
         files: Names of the files of the holder that have a shard, in order.
         layers: Layers with a tensor here.
+        ep: Expert-parallel rank; None without expert parallelism.
     """
 
     label: str
@@ -107,6 +111,7 @@ class Holder:
     nbytes: int = 0
     files: list[str] = field(default_factory=list)
     layers: set[Layer] = field(default_factory=set)
+    ep: int | None = None
 
     def layer_ranges(self) -> list[LayerRange]:
         """Return the layers as ranges."""
@@ -163,7 +168,9 @@ class Layout:
             return {}
         tp_ranks: dict[int, set[int | None]] = {}
         for group in self.groups:
-            shards = self.shardings[group.sharding_index].shards
+            _, shards, is_expert_parallel = self.shardings[group.sharding_index]
+            if is_expert_parallel:
+                continue
             tp_ranks.setdefault(group.sharding_index, set()).update(
                 self.holders[first + shard.holder].tp
                 for first in group.indices_by_holder
@@ -264,7 +271,7 @@ def recorded_mesh(layout: LayoutRecord | None, files: Iterable[str]) -> tuple[Pa
         return None, f"mesh of ckptx.json ignored: it has {world_size:,} ranks, more than the limit of {MAX_RANKS:,}"
     if 1 < world_size <= last:
         return None, f"mesh of ckptx.json ignored: it has {world_size} ranks, but file names go up to rank {last}"
-    return ParallelDims(layout.tp, layout.pp, layout.dp_shard), None
+    return ParallelDims(layout.tp, layout.pp, layout.dp_shard, ep=layout.ep), None
 
 
 def layout_by_rank(catalog: Catalog, names: Mapping[str, str | None], dims: ParallelDims | None) -> Layout:
@@ -282,9 +289,11 @@ def layout_by_rank(catalog: Catalog, names: Mapping[str, str | None], dims: Para
     totals: dict[tuple[int, int, DType], _Totals] = {}
     locations: set[object] = set()
     outside: list[tuple[str, int]] = []
+    has_experts = dims is not None and dims.ep > 1
     for name, layer_name in names.items():
         entry = catalog.tensors[name]
-        index, first = shardings.index_of(entry)
+        is_expert = has_experts and find_position(layer_name or name, entry.shape) is not None
+        index, first = shardings.index_of(entry, is_expert_parallel=is_expert)
         pattern, numbers = _split_name(name)
         key = (pattern, entry.dtype, index)
         groups.setdefault(key, TensorGroup(*key)).indices_by_holder.setdefault(first, []).append(numbers)
@@ -342,6 +351,7 @@ def _make_holders(catalog: Catalog, dims: ParallelDims | None) -> tuple[list[Hol
         for holder in holders:
             assert holder.rank is not None
             holder.stage, holder.dp, holder.tp = dims.coordinates(holder.rank)
+            holder.ep = dims.ep_rank(holder.rank) if dims.ep > 1 else None
     return holders, {file: index_of[rank] for file, rank in ranks.items() if rank is not None}
 
 
@@ -396,23 +406,30 @@ class _ShardingTable:
         self._known: dict[object, tuple[int, int]] = {}
         self._ids = ObjectIds()
 
-    def index_of(self, entry: TensorEntry) -> tuple[int, int]:
+    def index_of(self, entry: TensorEntry, *, is_expert_parallel: bool = False) -> tuple[int, int]:
         """Return the index of the sharding of a tensor in `shardings`, and the first holder of the tensor."""
         chunks = entry.chunks
         key: object
         if isinstance(chunks, ShardedChunks):
-            key = (self._ids(chunks.blocks), self._ids(chunks.files))
+            key = (is_expert_parallel, self._ids(chunks.blocks), self._ids(chunks.files))
         else:
-            key = (entry.shape, *[chunk[:2] for chunk in chunks], None, *[chunk[:2] for chunk in entry.replicas])
+            key = (
+                is_expert_parallel,
+                entry.shape,
+                *[chunk[:2] for chunk in chunks],
+                None,
+                *[chunk[:2] for chunk in entry.replicas],
+            )
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._add_sharding(entry)
+            known = self._known[key] = self._add_sharding(entry, is_expert_parallel)
         return known
 
-    def _add_sharding(self, entry: TensorEntry) -> tuple[int, int]:
+    def _add_sharding(self, entry: TensorEntry, is_expert_parallel: bool) -> tuple[int, int]:
         shards = list(self._shards(entry))
         first = min((shard.holder for shard in shards), default=0)
-        sharding = Sharding(entry.shape, tuple(sorted(shard._replace(holder=shard.holder - first) for shard in shards)))
+        relative = tuple(sorted(shard._replace(holder=shard.holder - first) for shard in shards))
+        sharding = Sharding(entry.shape, relative, is_expert_parallel)
         index = self._indices.setdefault(sharding, len(self.shardings))
         if index == len(self.shardings):
             self.shardings.append(sharding)

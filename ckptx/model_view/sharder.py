@@ -20,9 +20,10 @@ from ckptx.catalog.entry import Block, TensorEntry
 from ckptx.catalog.region import Region, Shape
 from ckptx.errors import InputError, UnsupportedError, UsageError
 from ckptx.formats.sidecars import MANIFEST
+from ckptx.layout.expert_parallel import InnerSharding
 from ckptx.layout.parallel_dims import ParallelDims
 from ckptx.layout.placement import Placement, blocks_of_stage, tp_regions
-from ckptx.layout.stages import StageMap
+from ckptx.layout.stages import StageAssignment, StageMap
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, TensorParallelPlan, decide_placement
 from ckptx.mapping.destinations import Destination
 from ckptx.mapping.names import pattern_of
@@ -40,7 +41,7 @@ class TensorPlacement(NamedTuple):
     """Placement of one tensor in the mesh.
 
     Attributes:
-        stage: Pipeline stage, from 0.
+        stage: Pipeline rank, from 0; it is the pipeline stage unless ranks have several.
         blocks: Blocks on the ranks of the stage, see `blocks_of_stage`; a rank may hold several, or none.
         decision: TP placement of the tensor, and the rule that determined it.
     """
@@ -60,6 +61,8 @@ class ShardedModel:
         placements: Placement of each tensor by name.
         unknown_tensors: Names of tensors that the model does not have or use; TP replicates them.
         user_plan: Tensor-parallel rules of the user, pattern -> style; None if there are none.
+        ep_inner: Sharding of experts among the ranks with the same EP rank; unused if `dims.ep` is 1.
+        assignment: Assignment of stages to pipeline ranks; None if each rank has one.
     """
 
     dims: ParallelDims
@@ -67,6 +70,8 @@ class ShardedModel:
     placements: Mapping[str, TensorPlacement]
     unknown_tensors: tuple[str, ...] = ()
     user_plan: Mapping[str, str] | None = None
+    ep_inner: InnerSharding = "experts"
+    assignment: StageAssignment | None = None
 
     @property
     def unaligned(self) -> list[str]:
@@ -118,7 +123,17 @@ class ShardedModel:
 
     def layers(self) -> list[list[list[Any]]]:
         """Return the layers of each stage, as [path of a list of layers, first index, index after the last]."""
-        return [[list(span) for span in self.stages.layers_of(stage)] for stage in range(self.dims.pp)]
+        return [[list(span) for span in self.stages.layers_of(stage)] for stage in range(self.stages.count)]
+
+    def mesh_entry(self) -> dict[str, Any]:
+        """Return the `layout` of the report: sizes of the mesh, and the layers of each stage."""
+        dims, entry = self.dims, dict[str, Any]()
+        entry |= {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard}
+        if dims.ep > 1:
+            entry |= {"ep": dims.ep, "ep_inner": self.ep_inner}
+        if self.assignment is not None:
+            entry |= {"virtual_stages": self.assignment.stages_per_rank, "schedule_style": self.assignment.style}
+        return entry | {"stages": self.layers()}
 
 
 def read_plan(path: str) -> Mapping[str, Any]:
@@ -188,6 +203,8 @@ class Sharder:
         rules: Rules from tensor names to model names; None if they are the same.
         replicate: True to store tensors that TP does not shard on every TP rank, False to store them on the first only.
         user_plan: Tensor-parallel rules of the user, which `plan` contains; None if there are none.
+        ep_inner: Sharding of experts among the ranks with the same EP rank; unused if `dims.ep` is 1.
+        assignment: Assignment of stages to pipeline ranks; None if each rank has one.
     """
 
     plan: TensorParallelPlan
@@ -196,6 +213,8 @@ class Sharder:
     rules: NameRules | None
     replicate: bool
     user_plan: Mapping[str, str] | None = None
+    ep_inner: InnerSharding = "experts"
+    assignment: StageAssignment | None = None
 
     def place(self, tensors: Mapping[str, TensorEntry], unknown: Iterable[str]) -> ShardedModel:
         """Assign a stage and blocks to every tensor.
@@ -204,11 +223,20 @@ class Sharder:
             tensors: Tensors by name; only shapes and dtypes matter.
             unknown: Names that the model does not have or use. Those that belong to one of its weights, as a scale
                 does, are sharded with it; the others are replicated.
+
+        Raises:
+            UsageError: Expert parallelism is requested, and there are no experts, or they cannot be divided equally.
+            UnsupportedError: It is requested, and experts are stored in an unknown form.
         """
         decisions = _Decisions(
             self.plan, self.dims.tp, self.rules, {name: entry.shape for name, entry in tensors.items()}
         )
         placements: dict[str, TensorPlacement] = {}
+        experts = None
+        if self.dims.ep > 1:
+            from ckptx.model_view.expert_sharder import ExpertSharder  # not needed for most conversions
+
+            experts = ExpertSharder(tensors, decisions.model_name, self.dims, self.ep_inner, replicate=self.replicate)
         replicated = []
         unknown_names = frozenset(unknown)
         # By model name, which many tensors may share: stage, and True for a layer after the last one.
@@ -227,9 +255,14 @@ class Sharder:
             path = model_name or name
             known = stages.get(path)
             if known is None:
-                known = stages[path] = self.stages.stage_of(path), self.stages.is_after_last_layer(path)
+                known = stages[path] = self._rank_of_path(path), self.stages.is_after_last_layer(path)
             stage, is_extra = known[0], known[1] and model_name is not None
             is_unknown = is_extra or model_name is None or name in unknown_names
+            expert = None if experts is None else experts.place(name)
+            if expert is not None:
+                stage = self._stage_of_unknown(path) if is_unknown else stage
+                placements[name] = TensorPlacement(stage, *expert)
+                continue
             if is_unknown and not decisions.has_weight(name, is_in_model):
                 replicated.append(name)
                 decision = _NOT_IN_MODEL
@@ -242,17 +275,27 @@ class Sharder:
                 blocks = blocks_of_stage(shape, decision.placement, self.dims, self.replicate, dtype.pack)
                 known_blocks[shape, id(decision), dtype] = blocks
             placements[name] = TensorPlacement(stage, blocks, decision)
-        return ShardedModel(self.dims, self.stages, placements, tuple(replicated), self.user_plan)
+        return ShardedModel(
+            self.dims, self.stages, placements, tuple(replicated), self.user_plan, self.ep_inner, self.assignment
+        )
 
     def stage_of(self, name: str) -> int:
-        """Return the pipeline stage of a tensor."""
+        """Return the pipeline rank of a tensor, which is its stage unless ranks have several."""
         model_name = name if self.rules is None else self.rules.model_name(name)
-        return self.stages.stage_of(model_name or name)
+        return self._rank_of_path(model_name or name)
+
+    def _rank_of_path(self, path: str) -> int:
+        """Return the pipeline rank that has the stage of a model name."""
+        return self._rank_of(self.stages.stage_of(path))
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the pipeline rank of a stage."""
+        return stage if self.assignment is None else self.assignment.rank_of(stage)
 
     def _stage_of_unknown(self, name: str) -> int:
-        """Return the stage of a tensor that the model lacks: that of its layer, or the last for MTP layers."""
+        """Return the pipeline rank of a tensor that the model lacks: that of its layer; the last stage's for MTP."""
         first = name.removeprefix("model.").partition(".")[0]
-        return self.dims.pp - 1 if first.startswith(_MTP_PREFIXES) else self.stages.stage_of(name)
+        return self._rank_of(self.stages.count - 1) if first.startswith(_MTP_PREFIXES) else self._rank_of_path(name)
 
 
 def _shards_output_features(placement: TensorPlacement) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from ckptx.errors import UsageError
 from ckptx.options.adapter import AdapterSettings
 from ckptx.options.buffers import DTYPE_SPELLINGS, BufferOptions
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.options.option import EXECUTION, OUTPUT_CHECKPOINT, SOURCE, Argument, Hook, Option, Requirement, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import (
@@ -23,7 +23,7 @@ from ckptx.options.source import (
     WeightsOptions,
 )
 from ckptx.processes.rendezvous import START_TIMEOUT
-from ckptx.report.number_formats import format_text
+from ckptx.report.number_formats import checkpoint_format_name
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
@@ -49,7 +49,7 @@ TIED = Option(
 )
 OPTIMIZER = Option("Keep or drop optimizer and other training state.", OUTPUT_CHECKPOINT, default="keep")
 PREFIX = Option(
-    "Prefix to add to every tensor name; not if SRC is a training checkpoint, even with --names.",
+    "Prefix to add to every tensor name. Rejected if SRC is a training checkpoint, even with --names.",
     OUTPUT_CHECKPOINT,
     default="not set",
 )
@@ -71,11 +71,11 @@ BASE = Option(
 SHARD_SIZE = "5GB"  # default of `--max-shard-size` for a source without a record of its original files
 DIRECTION_HELP = "to-dcp, to-hf, to-megatron or to-peft; hf2dcp and dcp2hf are aliases of the first two."
 _SRC_HELP = (
-    "Source checkpoint (HF safetensors, pytorch_model.bin, a dict saved with torch.save, a DCP, also Megatron "
-    "torch_dist, per-rank FSDP files, DeepSpeed files, files of meta-pytorch's torch_checkpointing, or sharded "
-    "safetensors with the shards of one rank in each file, as reshard writes): a file, an index, a Hub id or a "
-    "directory: that of the step, or one with a single checkpoint at most two levels below it. Of several "
-    "steps, one is selected only by DeepSpeed's file latest."
+    "Source checkpoint: a directory, file, index or Hub id. Formats: HF safetensors, pytorch_model.bin, a dict saved "
+    "with torch.save, DCP (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed, torch_checkpointing (of "
+    "meta-pytorch), or sharded safetensors (each file has the shards of one rank, as reshard writes). A directory can "
+    "have the checkpoint up to two levels below it. If it has those of several steps, pass the directory of one step; "
+    "DeepSpeed's file latest selects one."
 )
 DST_HELP = "Directory to write."
 
@@ -166,7 +166,7 @@ class ConversionOptions(
     timeout: Annotated[
         int,
         Option(
-            "Seconds to wait until all ranks that torchrun starts have joined; does not limit the run.",
+            "Under torchrun, seconds to wait until all ranks have joined. It does not limit the run itself.",
             EXECUTION,
             minimum=1,
             maximum=86_400,
@@ -237,8 +237,8 @@ class ConversionOptions(
             return
         if self.optimizer is not None:
             raise UsageError(
-                f"--optimizer requires a training checkpoint; SRC is not one (format: {format_text(source.name)}) and "
-                "has no optimizer state; leave out --optimizer"
+                "--optimizer requires a training checkpoint; SRC is not one (format: "
+                f"{checkpoint_format_name(source.name)}) and has no optimizer state; leave out --optimizer"
             )
         self.check_source_prefix(source, "SRC")
 
@@ -280,11 +280,12 @@ class DcpOptions(ConversionOptions):
         if self.prefix and source.is_training_format:
             raise UsageError(
                 "--prefix requires HF or sharded safetensors files; SRC is a training checkpoint (format: "
-                f"{format_text(source.name)}), whose names are kept; use --source-prefix to select the model in it"
+                f"{checkpoint_format_name(source.name)}), whose names are kept; use --source-prefix to select the "
+                "model in it"
             )
 
 
-class ToDcpOptions(DcpOptions, ShardingOptions, kw_only=False):
+class ToDcpOptions(DcpOptions, OutputShardingOptions, kw_only=False):
     """Options of `convert to-dcp`."""
 
     command: ClassVar[str] = "convert to-dcp"
@@ -439,7 +440,7 @@ class ToMegatronOptions(ConversionOptions, kw_only=False):
         return {**super().fingerprint(), "layers": self.layers, "padding": self.pad_vocab_to_multiple_of}
 
 
-class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
+class ReshardOptions(DcpOptions, OutputShardingOptions, kw_only=False):
     """Options of `reshard`."""
 
     command: ClassVar[str] = "reshard"
@@ -472,8 +473,8 @@ class ReshardOptions(DcpOptions, ShardingOptions, kw_only=False):
     prefix: Annotated[
         str,
         PREFIX._replace(
-            help="Prefix to add to every tensor name (--to dcp only); not if SRC is a training checkpoint, even with "
-            "--names."
+            help="Prefix to add to every tensor name (--to dcp only). Rejected if SRC is a training checkpoint, even "
+            "with --names."
         ),
     ] = ""
     files: Annotated[

@@ -23,7 +23,7 @@ from ckptx.options.conversion import (
     TiedMode,
     ToHfOptions,
 )
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.options.option import OUTPUT_CHECKPOINT, SOURCE, Argument, Option, settings_of
 from ckptx.options.sizes import parse_size
 from ckptx.options.source import REVISION
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # not imported for a help page
 MergeOutput = Literal["hf", "dcp", "safetensors"]
 
 
-class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
+class MergeOptions(AdapterOptions, DcpOptions, OutputShardingOptions, kw_only=False):
     """Options of `merge`.
 
     Attributes:
@@ -55,8 +55,9 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
     adapter: Annotated[
         str | Path,
         Argument(
-            "LoRA adapter of PEFT: a directory with adapter_config.json and adapter_model.safetensors (or .bin), a Hub "
-            "id, or a training checkpoint with LoRA tensors, which requires --adapter-config or --alpha.",
+            "LoRA adapter: a directory with adapter_config.json and adapter_model.safetensors or adapter_model.bin, as "
+            "PEFT saves it, a Hub id, or a training checkpoint with LoRA tensors (pass --adapter-config or --alpha, "
+            "unless an adapter_config.json or verl's lora_train_meta.json is next to it).",
             "ADAPTER",
         ),
     ]
@@ -65,8 +66,7 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
     add: Annotated[
         Sequence[str],
         Option(
-            "Merge this adapter as well, with its change multiplied by FACTOR (a number, 1 if left out). Repeat the "
-            "option for several adapters.",
+            "Adapter to add as well, with its change multiplied by FACTOR (a number; 1 without it). Repeatable.",
             SOURCE,
             metavar="ADAPTER[:FACTOR]",
             default="not set",
@@ -78,14 +78,15 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
             "Output format: hf (HF safetensors), dcp, or safetensors (sharded safetensors: each file has shards of one "
             "rank, with their offsets).",
             OUTPUT_CHECKPOINT,
-            default="hf; with --tp, --pp or --dp-shard as reshard (dcp if MODEL is a training checkpoint, else "
-            "safetensors)",
+            default="hf; with --tp, --pp or --dp-shard: dcp if MODEL is a DCP, per-rank FSDP files, DeepSpeed or "
+            "torch_checkpointing, else safetensors",
         ),
     ] = None
     names: Annotated[
         Names | None,
         NAMES._replace(
-            default="hf; --to safetensors: model; --to dcp: the names of MODEL if it is a training checkpoint"
+            default="--to hf: hf; --to safetensors: model; --to dcp: hf, or the names of MODEL if it is a training "
+            "checkpoint other than Megatron's"
         ),
     ] = None
     tied: Annotated[
@@ -93,13 +94,13 @@ class MergeOptions(AdapterOptions, DcpOptions, ShardingOptions, kw_only=False):
         TIED._replace(
             help="Tied weights: alias (two names for one stored tensor; --to dcp only), copy (stored under both "
             "names), drop (stored under one name), or auto (alias in a DCP, copy in sharded safetensors, one name in "
-            "HF files). A tied weight of which the adapter changes one name only is stored as two tensors."
+            "HF files). If the adapter changes only one of two tied names, both are stored, as separate tensors."
         ),
     ] = "auto"
     prefix: Annotated[
         str,
         PREFIX._replace(
-            help="Prefix to add to every tensor name (--to dcp only); not if MODEL is a training checkpoint."
+            help="Prefix to add to every tensor name (--to dcp only). Rejected if MODEL is a training checkpoint."
         ),
     ] = ""
     files: Annotated[

@@ -9,10 +9,14 @@ from ckptx.errors import UsageError
 from ckptx.layout.stages import SPLIT_RULES
 from ckptx.options.option import LAYOUT, Option, Options, Requirement
 from ckptx.untrusted.limits import MAX_RANKS
+from ckptx.wording import counted
 
 if TYPE_CHECKING:  # not imported for a help page
     from ckptx.layout.parallel_dims import ParallelDims
+    from ckptx.layout.stages import StageAssignment
 
+InnerSharding = Literal["experts", "rows", "columns"]  # as in layout/expert_parallel.py, not imported for a help page
+ScheduleStyle = Literal["loop", "v"]  # as in layout/stages.py
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
 
 PP_SPLIT = Option(
@@ -102,6 +106,95 @@ class TpPlanOptions(MeshOptions):
 
 class ShardingOptions(TpPlanOptions, StageSplitOptions):
     """Options for sharding tensors over a mesh."""
+
+
+class ExpertParallelOptions(MeshOptions):
+    """Options for expert parallelism."""
+
+    ep: Annotated[
+        int | None,
+        Option(
+            "Expert-parallel size (EP), a divisor of --tp x --dp-shard. Rank r of a pipeline stage gets the experts of "
+            "EP rank r % ep, and TP does not shard experts.",
+            LAYOUT,
+            flags=("--ep", "--expert-parallel-size"),
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="1",
+            replaces=("expert_model_parallel_size", "expert_parallel_degree", "ep_size"),
+        ),
+    ] = None
+    ep_inner: Annotated[
+        InnerSharding,
+        Option(
+            "Sharding among the ranks with the same EP rank: experts (whole experts, as torchtitan), rows (dim 1 of a "
+            "tensor of all experts, as VeOmni) or columns (dim 2, as NeMo Automodel).",
+            LAYOUT,
+            requires=[Requirement("ep", 2)],
+        ),
+    ] = "experts"
+
+    @property
+    def dims(self) -> "ParallelDims":
+        """Return the mesh; an axis that is not set has size 1."""
+        from ckptx.layout.parallel_dims import ParallelDims
+
+        return ParallelDims(self.tp or 1, self.pp or 1, self.dp_shard or 1, ep=self.ep or 1)
+
+    def check(self) -> None:
+        super().check()
+        ranks = (self.tp or 1) * (self.dp_shard or 1)
+        if ranks % (self.ep or 1):
+            raise UsageError(
+                f"--ep {self.ep}: must divide --tp x --dp-shard, the {counted(ranks, 'rank')} of a pipeline stage; "
+                "use a smaller --ep, or more ranks"
+            )
+
+
+class VirtualStageOptions(StageSplitOptions):
+    """Options for several pipeline stages on each pipeline rank."""
+
+    virtual_stages: Annotated[
+        int | None,
+        Option(
+            "Number of stages of each pipeline rank, for interleaved and V schedules; --pp-split then has --pp x "
+            "--virtual-stages stages.",
+            LAYOUT,
+            minimum=1,
+            maximum=MAX_RANKS,
+            default="1",
+            requires=[Requirement("pp", 2)],
+            replaces=("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vpp_size"),
+        ),
+    ] = None
+    schedule_style: Annotated[
+        ScheduleStyle,
+        Option(
+            "Assignment of stages to pipeline ranks: loop (with 2 ranks: stages 0 and 2, 1 and 3, as Interleaved1F1B) "
+            "or v (0 and 3, 1 and 2, as ZBVZeroBubble and DualPipeV).",
+            LAYOUT,
+            requires=[Requirement("virtual_stages", 2)],
+        ),
+    ] = "loop"
+
+    @property
+    def stage_assignment(self) -> "StageAssignment":
+        """Return the assignment of stages to pipeline ranks."""
+        from ckptx.layout.stages import StageAssignment
+
+        return StageAssignment(self.pp or 1, self.virtual_stages or 1, self.schedule_style)
+
+    def check(self) -> None:
+        super().check()
+        stages = (self.pp or 1) * (self.virtual_stages or 1)
+        if stages > MAX_RANKS:
+            raise UsageError(f"--pp x --virtual-stages: {stages:,} stages must be at most {MAX_RANKS:,}")
+        if self.schedule_style == "v" and self.virtual_stages != 2:
+            raise UsageError("--schedule-style v has two stages per pipeline rank; pass --virtual-stages 2")
+
+
+class OutputShardingOptions(ShardingOptions, ExpertParallelOptions, VirtualStageOptions):
+    """Options for sharding the tensors of an output over a mesh."""
 
 
 class ReplicaOptions(MeshOptions):

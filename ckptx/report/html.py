@@ -27,7 +27,7 @@ from ckptx.report.html_data import (
     thumbnail_id,
     thumbnails,
 )
-from ckptx.report.number_formats import format_text
+from ckptx.report.number_formats import checkpoint_format_name
 from ckptx.report.page import read_asset, render_page
 from ckptx.report.ranks import balance_text
 from ckptx.report.report import counted, human_bytes
@@ -245,7 +245,7 @@ def layout_page(report: InspectionReport, layout: Layout) -> str:
 def _heading(report: InspectionReport, layout: Layout) -> LayoutHeading:
     """Return the head of the page; its facts are about the whole checkpoint, even if the page shows a part of it."""
     facts = [
-        ("format", format_text(report.format)),
+        ("format", checkpoint_format_name(report.format)),
         ("architecture", architecture_text(report)),
         ("tensors", f"{report.tensors:,}"),
         ("parameters", f"{report.parameters:,}"),
@@ -302,10 +302,11 @@ def _mesh_description(layout: Layout) -> Markup:
         ).format(counted(len(layout.holders), "rank"))
     else:
         sentence = Markup(
-            "<b>tp {} &times; pp {} &times; dp_shard {}</b> = {}. In a stage, columns are TP ranks and rows are DP "
+            "<b>tp {} &times; pp {} &times; dp_shard {}{}</b> = {}. In a stage, columns are TP ranks and rows are DP "
             "ranks{}"
         ).format(
-            dims.tp, dims.pp, dims.dp_shard, counted(dims.world_size, "rank"),
+            dims.tp, dims.pp, dims.dp_shard, f" with ep {dims.ep}" if dims.ep > 1 else "",
+            counted(dims.world_size, "rank"),
             "; ranks with the same TP and DP rank have the same color in each stage." if dims.pp > 1 else ".",
         )  # fmt: skip
     num_replicated = layout.once_stored_count
@@ -347,7 +348,7 @@ def _cells(layout: Layout, holders: Sequence[Holder]) -> Iterator[RankCell]:
         hue, lightness = colors[index % len(colors)]
         coordinates = "".join(
             f", {axis} {value}"
-            for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp))
+            for axis, value in (("stage", holder.stage), ("dp", holder.dp), ("tp", holder.tp), ("ep", holder.ep))
             if value is not None
         )
         tensors = counted(holder.tensor_count, "tensor")

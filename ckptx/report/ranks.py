@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptx.model_view.rank_layout import Holder, Layout, format_layer_ranges, layer_ranges
 from ckptx.report.documents.inspection import RanksOfInspection
+from ckptx.report.mesh_sizes import sizes_text
 from ckptx.report.report import counted, human_bytes
 
 _MAX_ROWS = 64  # more ranks are summarized by stage; more files or stages are not listed
@@ -23,6 +24,8 @@ def layout_report(layout: Layout) -> RanksOfInspection:
     if dims is not None:
         stages = [layer_ranges(_layers_of_holders(holders)) for _, holders in layout.holders_by_stage()]
         mesh = {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": stages}
+        if dims.ep > 1:
+            mesh["ep"] = dims.ep
     by_file = [
         {"file": holder.label, "layers": holder.layer_ranges(), "tensors": holder.tensor_count, "bytes": holder.nbytes}
         for holder in layout.holders
@@ -44,6 +47,7 @@ def rank_rows(layout: Layout) -> list[dict[str, Any]]:
             "stage": holder.stage,
             "dp": holder.dp,
             "tp": holder.tp,
+            **({} if holder.ep is None else {"ep": holder.ep}),
             "layers": holder.layer_ranges(),
             "tensors": holder.tensor_count,
             "bytes": holder.nbytes,
@@ -64,8 +68,7 @@ def mesh_text(layout: dict[str, Any] | None, num_ranks: int) -> str:
         return "not sharded"
     if layout is None:
         return f"unknown, {counted(num_ranks, 'rank')} from file names"
-    sizes = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
-    return f"{sizes}, {counted(num_ranks, 'rank')}"
+    return f"{sizes_text(layout)}, {counted(num_ranks, 'rank')}"
 
 
 def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -89,7 +92,7 @@ def rank_lines(mesh_report: RanksOfInspection, rows: Sequence[dict[str, Any]]) -
     if not rows:
         lines += _file_lines(mesh_report.by_file or ())
     elif len(rows) <= _MAX_ROWS:
-        lines += _table(_RANK_COLUMNS, [_rank_cells(row, mesh_report.balance) for row in rows])
+        lines += _rank_table(rows, mesh_report.balance)
     else:
         lines += _summary_lines(rows, mesh_report.balance)
     if mesh_report.balance:
@@ -108,6 +111,14 @@ def balance_text(balance: dict[str, Any]) -> str:
 
 
 _RANK_COLUMNS = ("rank", "stage", "dp", "tp", "layers", "tensors stored", "bytes", "vs mean", "files")
+
+
+def _rank_table(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | None) -> list[str]:
+    """Return a table of ranks, with a column for the expert-parallel rank if there is one."""
+    if not any("ep" in row for row in rows):
+        return _table(_RANK_COLUMNS, [_rank_cells(row, balance) for row in rows])
+    cells = [[*cells[:4], str(row["ep"]), *cells[4:]] for row in rows for cells in [_rank_cells(row, balance)]]
+    return _table((*_RANK_COLUMNS[:4], "ep", *_RANK_COLUMNS[4:]), cells)
 
 
 def _rank_cells(row: dict[str, Any], balance: dict[str, Any] | None) -> list[str]:
@@ -162,7 +173,7 @@ def _summary_lines(rows: Sequence[dict[str, Any]], balance: dict[str, Any] | Non
     ordered = sorted(rows, key=lambda row: (-row["bytes"], row["rank"]))
     extremes = [*ordered[:_NUM_EXTREMES], *ordered[-_NUM_EXTREMES:]]
     lines.append("    largest and smallest ranks; --json lists all")
-    return lines + _table(_RANK_COLUMNS, [_rank_cells(row, balance) for row in extremes])
+    return lines + _rank_table(extremes, balance)
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

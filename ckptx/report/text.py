@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptx.report.mesh_sizes import sizes_text
 from ckptx.report.number_formats import (
     bytes_read_text,
-    format_text,
+    checkpoint_format_name,
     peak_memory_text,
     speed_text,
     stored_text,
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 _MAX_ROWS = 20  # rows of a list that are printed
 _MAX_ALIAS_NAMES = 4  # names of one tensor that are printed
+_EXPERT_PARALLEL_RULE = "--ep"  # `rule` of the tensors of experts, in `rules`
 _RULE_NAMES = {"override": "a built-in rule", "user plan": "--tp-plan"}
 # Action of a tie -> how its names are stored.
 _TIE_RESULTS = {
@@ -124,14 +126,14 @@ def _adapter_line(row: Mapping[str, Any]) -> str:
 
 
 def adapter_text(row: Mapping[str, Any]) -> str:
-    """Return settings and layers of an adapter: `LoRA, rank 16, alpha 32 (scaling 2), q_proj, v_proj (224 layers)`."""
+    """Return settings and modules of an adapter: `LoRA, rank 16, alpha 32 (scaling 2), q_proj, v_proj (64 modules)`."""
     kind = " with ".join(["rsLoRA" if row["rslora"] else "LoRA", *(["DoRA"] if row["dora"] else [])])
     numbers = [", ".join(f"{value:g}" for value in row[key]) for key in ("ranks", "alphas", "scalings")]
     if not row["layers"]:
-        return "no LoRA layers"
+        return "no LoRA modules"
     alpha = f"alpha {numbers[1]} (scaling {numbers[2]})" if row["alphas"] else "alpha not recorded"
     settings = f"{kind}, rank {numbers[0]}, {alpha}"
-    return f"{settings}, {', '.join(row['modules'])} ({counted(row['layers'], 'layer')})"
+    return f"{settings}, {', '.join(row['modules'])} ({counted(row['layers'], 'module')})"
 
 
 def _names_line(names: Mapping[str, Any]) -> str:
@@ -228,19 +230,26 @@ def _layout_lines(report: ConversionReport, layout: dict[str, Any]) -> list[str]
     rules = report.rules or ()
     sizes = [row["bytes"] for row in report.ranks]
     mean = sum(sizes) / len(sizes)
-    mesh = f"tp {layout['tp']} x pp {layout['pp']} x dp_shard {layout['dp_shard']}"
+    mesh = sizes_text(layout)
     per_rank = f"file bytes per rank: mean {human_bytes(mean)}, max {human_bytes(max(sizes))}"
-    output = f" as {format_text(report.format)}" if report.format else ""
+    output = f" as {checkpoint_format_name(report.format)}" if report.format else ""
     lines = [f"mesh: {mesh}{output}, {per_rank if len(sizes) > 1 else f'1 rank, {human_bytes(mean)}'}"]
     if layout["pp"] > 1:
+        if "virtual_stages" in layout:
+            lines.append(f"  {layout['virtual_stages']} stages per pipeline rank, {layout['schedule_style']}")
         for stage, spans in enumerate(layout["stages"][:_MAX_ROWS]):
             layers = ", ".join(f"{path}.{first}-{stop - 1}" for path, first, stop in spans) or "no layers"
             lines.append(f"  stage {stage}: {layers}")
-        if layout["pp"] > _MAX_ROWS:
-            lines.append(f"  and {counted(layout['pp'] - _MAX_ROWS, 'more stage')}")
+        if len(layout["stages"]) > _MAX_ROWS:
+            lines.append(f"  and {counted(len(layout['stages']) - _MAX_ROWS, 'more stage')}")
+    expert_counts: Counter[str] = Counter()
     counts: Counter[tuple[str, bool]] = Counter()
-    for row in rules if layout["tp"] > 1 else ():
-        counts[row["rule"], row["dim"] is not None] += row["tensors"]
+    for row in rules:
+        if row["rule"] == _EXPERT_PARALLEL_RULE:
+            expert_counts[row["reason"]] += row["tensors"]
+        elif layout["tp"] > 1:
+            counts[row["rule"], row["dim"] is not None] += row["tensors"]
+    lines += [f"  EP: {counted(count, 'tensor')}: {reason}" for reason, count in expert_counts.items()]
     for (rule, is_sharded), count in counts.items():
         if rule == "default":
             patterns = [row["pattern"] for row in rules if row["rule"] == rule]
@@ -278,7 +287,7 @@ def inspect_text(report: InspectionReport) -> str:
     """Return the summary that `inspect` prints."""
     lines = [
         f"{report.path}",
-        f"  format        {format_text(report.format)}, {counted(len(report.files), 'file')}",
+        f"  format        {checkpoint_format_name(report.format)}, {counted(len(report.files), 'file')}",
         f"  architecture  {architecture_text(report)}",
         f"  tensors       {_tensor_total_text(report)}, {human_bytes(report.bytes)}",
         f"  parameters    {report.parameters:,}",

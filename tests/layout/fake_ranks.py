@@ -55,6 +55,37 @@ def fsdp_inside_tp(shape: Shape, dim: int | None, tp: int, dp: int) -> list[Elem
     return held
 
 
+class Experts(NamedTuple):
+    """A tensor of experts on a mesh.
+
+    Attributes:
+        shape: Shape of the whole tensor, experts first.
+        tp, dp_shard, ep: Sizes of the mesh.
+        dim: Dim that FSDP shards inside of an EP rank.
+    """
+
+    shape: Shape
+    tp: int
+    dp_shard: int
+    ep: int
+    dim: int
+
+
+def experts_by_rank(case: Experts) -> list[Elements]:
+    """What each rank of a stage holds after EP with `Shard(0)` and `fully_shard` on one dim of its experts."""
+    shape, tp, dp_shard, ep, dim = case
+    held = []
+    for rank in range(tp * dp_shard):
+        with _as_rank(rank, tp * dp_shard):
+            mesh = init_device_mesh("cpu", (tp * dp_shard // ep, ep), mesh_dim_names=("efsdp", "ep"))
+            module = nn.Module()
+            whole = distribute_tensor(numbered(shape).double(), mesh["ep"], [Shard(0)], src_data_rank=None)
+            module.weight = nn.Parameter(whole)
+            fully_shard(module, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
+            held.append(module.weight.to_local().detach().long().numpy())
+    return held
+
+
 class Asked(NamedTuple):
     """What a test file wants to know, so that one process answers it all.
 
@@ -65,6 +96,7 @@ class Asked(NamedTuple):
         stages: Cases (layers, stages).
         models: Names of recipes, asked at each of `sizes`.
         sizes: TP sizes.
+        experts: Tensors of experts.
     """
 
     fsdp: list[tuple[Shape, int | None, int, int]]
@@ -73,6 +105,7 @@ class Asked(NamedTuple):
     stages: list[tuple[int, int]]
     models: list[str]
     sizes: tuple[int, ...]
+    experts: tuple[Experts, ...] = ()
 
 
 class Model(NamedTuple):
@@ -86,7 +119,7 @@ class Model(NamedTuple):
 class Answers(NamedTuple):
     """By case: what each rank holds, where DTensor says its shard lies, which spans it reads, layers per stage.
 
-    And the names of all styles.
+    And the names of all styles, and what each rank holds of tensors of experts.
     """
 
     fsdp: list[list[Elements]]
@@ -95,6 +128,7 @@ class Answers(NamedTuple):
     stages: list[list[tuple[int, int]]]
     models: dict[str, Model]
     styles: list[str]
+    experts: list[list[Elements]]
 
 
 def ask(asked: Asked) -> Answers:
@@ -111,6 +145,7 @@ def _answer(asked: Asked) -> Answers:
         [_stages(*case) for case in asked.stages],
         {name: _model_by_rank(name, asked.sizes) for name in asked.models},
         _styles(),
+        [experts_by_rank(case) for case in asked.experts],
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -69,6 +70,43 @@ def load_stage(
             placement = Replicate() if dim is None else Shard(dim)
             wanted[name] = distribute_tensor(tensors[name], mesh, [placement], src_data_rank=None)
     state: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with watched_opens() as opened:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+    wrong = [name for name, tensor in wanted.items() if raw(state[name].to_local()) != raw(tensor.to_local())]
+    return wrong, inside(checkpoint, opened)
+
+
+def load_experts(
+    rank: int, world_size: int, checkpoint: Path, whole: Path, names: list[str], ep: int, dim: int
+) -> tuple[list[str], list[str]]:
+    """Load tensors of experts after EP and `fully_shard` on one dim of an EP rank's experts, with stock `dcp.load`.
+
+    Args:
+        rank: Rank in the stage.
+        world_size: Number of ranks of the stage.
+        checkpoint: DCP to load.
+        whole: Safetensors file with the full tensors.
+        names: Tensors to load, each with all experts of a layer.
+        ep: Number of EP ranks.
+        dim: Dim that FSDP shards.
+
+    Returns:
+        Names whose local shard differs from torch's shard of the full tensor, and the opened files of the checkpoint.
+    """
+    mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    tensors = models.read_file(whole)
+
+    def sharded(tensor: torch.Tensor) -> DTensor:
+        module = nn.Module()
+        over_ep = distribute_tensor(tensor, mesh["ep"], [Shard(0)], src_data_rank=None)
+        module.weight = nn.Parameter(over_ep, requires_grad=False)
+        if world_size > ep:
+            fully_shard(module, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
+        weight: Any = module.weight
+        return weight.detach() if isinstance(weight, DTensor) else weight
+
+    wanted = {name: sharded(tensors[name]) for name in names}
+    state: dict[str, Any] = {name: sharded(torch.zeros_like(tensors[name])) for name in names}
     with watched_opens() as opened:
         dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
     wrong = [name for name, tensor in wanted.items() if raw(state[name].to_local()) != raw(tensor.to_local())]

@@ -22,7 +22,7 @@ from ckptx.formats.dcp.reader import METADATA
 from ckptx.formats.torch_archive.archive import archive_frame
 from ckptx.model_view.view import ModelView
 from ckptx.options.conversion import DcpOptions
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.storage.interface import SourceFiles
 
 
@@ -37,7 +37,7 @@ class DcpFormat(OutputFormat):
     """
 
     options: DcpOptions
-    sharding: ShardingOptions | None
+    sharding: OutputShardingOptions | None
     can_alias: ClassVar[bool] = True
     keeps_wrappers: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False

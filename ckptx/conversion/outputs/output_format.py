@@ -20,7 +20,7 @@ from ckptx.conversion.steps.source_model import DroppedState, Ties
 from ckptx.conversion.steps.training_state import TrainingState
 from ckptx.model_view.view import ModelView
 from ckptx.options.adapter import AdapterSettings
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.storage.interface import Source, SourceFiles
 from ckptx.transfer.executor import CopyResult
 from ckptx.transfer.plan import ArchiveFrameBuilder
@@ -103,7 +103,7 @@ class OutputFormat(ABC):
         directory: Directory of the output that sidecars are copied to, with a slash at the end; empty for its root.
     """
 
-    sharding: ShardingOptions | None
+    sharding: OutputShardingOptions | None
     can_alias: ClassVar[bool] = False
     keeps_wrappers: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from ckptx.conversion.steps.source_model import DroppedState, Ties, drop_trainin
 from ckptx.formats.dcp.megatron import names_without_backend_file
 from ckptx.formats.sharded import layout as sharded_layout
 from ckptx.model_view.view import ModelView
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.storage.interface import SourceFiles
 
 
@@ -33,7 +33,7 @@ class ShardedFormat(OutputFormat):
         sharding: Mesh and sharding rules.
     """
 
-    sharding: ShardingOptions
+    sharding: OutputShardingOptions
     can_alias: ClassVar[bool] = True  # until tensors are sharded: the manifest records which names share bytes
     own_files_only: ClassVar[bool] = True
 

@@ -49,17 +49,18 @@ def manifest_of(
         if name in model_names:
             entry["model"] = model_names[name]
         tensors[name] = entry
-    dims = None if sharding is None else sharding.dims
+    mesh: dict[str, Any] = {"tp": 1, "pp": 1, "dp_shard": 1, "stages": None}
+    if sharding is not None:
+        mesh = sharding.mesh_entry()
+    stages = mesh.pop("stages")
     return {
         "ckptx": SCHEMA,
         "tool": __version__,
         "format": format_name,
         "layout": {
-            "tp": dims.tp if dims else 1,
-            "pp": dims.pp if dims else 1,
-            "dp_shard": dims.dp_shard if dims else 1,
+            **mesh,
             "rank_order": RANK_ORDER,
-            "stages": sharding.layers() if sharding else None,
+            "stages": stages,
             **({"tp_plan": sharding.user_plan} if sharding and sharding.user_plan is not None else {}),
         },
         "origin": None if original is None else original.to_json(),

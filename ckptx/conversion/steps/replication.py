@@ -105,7 +105,7 @@ def count_replication(
         entry = tensors[name]
         elements = sum(block.region.numel for block in blocks)
         stored_nbytes += entry.nbytes * elements // entry.numel if entry.numel else 0
-        is_sharded = decision.placement is not None
+        is_sharded = decision.is_distributed
         counts[is_sharded] += 1
         if name in copies:
             continue
@@ -113,7 +113,7 @@ def count_replication(
         if is_in_layer(name):
             layer_nbytes[is_sharded] += entry.nbytes
     for stored in aliases.values():
-        counts[sharded_model.placements[stored].decision.placement is not None] += 1
+        counts[sharded_model.placements[stored].decision.is_distributed] += 1
     layer_bytes = sum(layer_nbytes.values())
     return Replication(
         counts[False],

@@ -21,7 +21,7 @@ from ckptx.layout.tensor_parallel_plan import decide_placement
 from ckptx.model_view.sharder import ShardedModel, Sharder, effective_plan, read_plan
 from ckptx.model_view.unknown_class import code_advice
 from ckptx.model_view.view import ModelView, rules_of
-from ckptx.options.mesh import ShardingOptions
+from ckptx.options.mesh import OutputShardingOptions
 from ckptx.wording import counted, first_of
 
 
@@ -69,7 +69,7 @@ def shard_tensors(
     view: ModelView,
     target: TargetTensors,
     naming: NameMap,
-    options: ShardingOptions,
+    options: OutputShardingOptions,
     ties: Sequence[TieDecision],
     *,
     own_files_only: bool,
@@ -118,7 +118,7 @@ def shard_tensors(
 
 
 def _make_sharder(
-    view: ModelView, names: list[str], naming: NameMap, options: ShardingOptions, own_files_only: bool
+    view: ModelView, names: list[str], naming: NameMap, options: OutputShardingOptions, own_files_only: bool
 ) -> Sharder:
     architecture = view.architecture
     dims = options.dims
@@ -128,7 +128,8 @@ def _make_sharder(
     root = view.catalog.location
     # The beginning of an error that ends with ": cannot find the layer list, ...".
     subject = architecture.class_name if architecture is not None else f"{root}: its architecture is unknown"
-    stages = StageMap(stacks, dims.pp, options.pp_split, subject, _advice_on_layers(view))
+    assignment = options.stage_assignment
+    stages = StageMap(stacks, assignment.stage_count, options.pp_split, subject, _advice_on_layers(view))
     if user_plan is not None:
         loaded_names = [naming.loaded_name(name) or name for name in names]
         unmatched = plan.find_unmatched_patterns(loaded_names)
@@ -140,7 +141,16 @@ def _make_sharder(
             )
         if not (view.config and view.config.get("quantization_config")):  # scales and packed weights have no rules
             plan.refuse_modules_without_weight(loaded_names)
-    return Sharder(plan, dims, stages, naming.rules, own_files_only, user_plan)
+    return Sharder(
+        plan,
+        dims,
+        stages,
+        naming.rules,
+        own_files_only,
+        user_plan,
+        options.ep_inner,
+        assignment if assignment.stages_per_rank > 1 else None,
+    )
 
 
 def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -> Iterator[str]:
@@ -152,6 +162,11 @@ def _run_notes(view: ModelView, sharder: Sharder, ties: Sequence[TieDecision]) -
     if refusal:
         yield f"verify --run and forecast cannot run this layout: {refusal}"
         return
+    if dims.ep > 1:
+        yield (
+            "verify --run and forecast have no --ep: they run the checkpoint with TP and FSDP, so that each rank reads "
+            "experts from the files of other ranks"
+        )
     if dims.pp == 1 or dims.tp == 1:
         return
     rules = rules_of(view)  # ties have the names of the source checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.conversion.outputs.output_format import Allocation, OutputContents
-from ckptx.conversion.steps.adapter_source import AdapterSource
+from ckptx.conversion.steps.adapter_source import ConversionSource
 from ckptx.conversion.steps.adapters import MergedModel
 from ckptx.conversion.steps.combined_tensors import CombinedTarget
 from ckptx.conversion.steps.dequantization import DequantizedSource
@@ -70,7 +70,7 @@ class ConversionState:
     combined: CombinedTarget
     merged: MergedModel
     dropped_for_adapters: list[dict[str, str]]
-    adapter_source: AdapterSource
+    conversion_source: ConversionSource
 
 
 def build_report(command: str, conversion: ConversionState, outcome: CopyResult | None, log: Log) -> ConversionReport:
@@ -128,7 +128,7 @@ def build_report(command: str, conversion: ConversionState, outcome: CopyResult 
         unknown_tensors=list(view.unknown) if view.unknown and architecture is not None else None,
         dequantized=conversion.dequantized.report_entry(),
         quantized=conversion.quantized.report_entry(),
-        adapters=conversion.adapter_source.report_entry() or conversion.merged.report_entry(),
+        adapters=conversion.conversion_source.report_entry() or conversion.merged.report_entry(),
         merged_weights=len(conversion.merged.merged) if conversion.merged.adapters else None,
         dtype_unchanged=conversion.cast.uncast,
         base_dtypes=conversion.cast.base_dtype_counts,
@@ -167,9 +167,8 @@ def _mesh_entries(sharded: ShardedTarget) -> dict[str, Any]:
     sharding = sharded.sharded_model
     if sharding is None:
         return {}
-    dims = sharding.dims
     return {
-        "layout": {"tp": dims.tp, "pp": dims.pp, "dp_shard": dims.dp_shard, "stages": sharding.layers()},
+        "layout": sharding.mesh_entry(),
         # A placement divides a tensor into blocks; once they are stored, they are called chunks, as in a catalog.
         "chunks": sum(len(placed.blocks) for placed in sharding.placements.values()),
         "rules": sharding.rules(sharded.target.aliases),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptx.errors import UnsupportedError, UsageError
+from ckptx.layout.stages import StageAssignment
 
 _MIN_SPLIT_BACKWARD_VERSION = (2, 13)  # of torch
 
@@ -39,15 +40,17 @@ class Schedule:
 
         return get_schedule_class(self.name)
 
+    def assignment(self, pp: int) -> StageAssignment:
+        """Return the assignment of stages to ranks in a pipeline of `pp` ranks."""
+        return StageAssignment(pp, self.stages_per_rank, "v" if self.is_v_shaped else "loop")
+
     def stages_of(self, rank: int, pp: int) -> tuple[int, ...]:
         """Return the numbers of the stages of a rank in a pipeline of `pp` ranks, in ascending order."""
-        if self.is_v_shaped:
-            return (rank, 2 * pp - 1 - rank)
-        return tuple(range(rank, pp * self.stages_per_rank, pp))
+        return self.assignment(pp).stages_of(rank)
 
     def rank_of(self, stage: int, pp: int) -> int:
         """Return the rank that has a stage, within a pipeline of `pp` ranks."""
-        return 2 * pp - 1 - stage if self.is_v_shaped and stage >= pp else stage % pp
+        return self.assignment(pp).rank_of(stage)
 
     def bubble_fraction(self, pp: int, microbatches: int) -> float:
         """Return the fraction (0 to 1) of a step in which a rank is idle, if all stages take the same time.
