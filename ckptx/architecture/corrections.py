@@ -1,4 +1,8 @@
-"""Manual corrections of the generated facts, one file for each model type; this is the only reader of these files.
+"""Read the manual corrections of the generated model tables, one file for each model type.
+
+`tools/` extracts facts about each class, such as names, ties and TP plans, from transformers and writes them to
+`models/`; a correction replaces or adds a fact where transformers lacks it or is wrong. Only this module opens the
+files of corrections.
 
     corrections/gemma3n_text.json    {"plan": [{"modules": ..., "style": ..., "reason": ...}, ...], "absent": [...]}
 
@@ -60,9 +64,10 @@ def corrections_of_class(class_name: str, module: str | None = None) -> Correcti
 
 
 def plan_corrections(text_type: str, model_type: str) -> tuple[PlanCorrection, ...]:
-    """Return the plan corrections of a class: those of the model type of its text model, else those of its own.
+    """Return the corrections of the tensor-parallel plan of a class.
 
-    The corrections of a text model thus apply to every multimodal class around it.
+    They are those of the model type of its text model or, if it has none, those of the model type of the class. The
+    corrections of a text model thus apply to every multimodal class around it.
 
     Args:
         text_type: Model type of the text model.
@@ -72,15 +77,21 @@ def plan_corrections(text_type: str, model_type: str) -> tuple[PlanCorrection, .
 
 
 def absent_corrections(text_type: str, model_type: str) -> tuple[AbsentCorrection, ...]:
-    """Return the corrections about absent tensors: those of the text model, else those of the class itself."""
+    """Return the corrections about tensors that some layers of a class do not have, see `AbsentCorrection`.
+
+    Arguments and order of precedence are those of `plan_corrections`.
+    """
     return corrections_of(text_type).absent or corrections_of(model_type).absent
 
 
-def plan_keys(text_type: str, model_type: str) -> frozenset[str]:
-    """Return the keys of the text model's config that the corrections of plan and absent tensors of a class read."""
+def config_keys_of_corrections(text_type: str, model_type: str) -> frozenset[str]:
+    """Return the keys of the text model's config that the expressions in the corrections of a class read.
+
+    They are the corrections that `plan_corrections` and `absent_corrections` return for these arguments.
+    """
     expressions = [absent.first_layer for absent in absent_corrections(text_type, model_type)]
-    for rule in plan_corrections(text_type, model_type):
-        expressions += [*rule.groups, *chain.from_iterable(rule.heads), rule.when]
+    for correction in plan_corrections(text_type, model_type):
+        expressions += [*correction.groups, *chain.from_iterable(correction.heads), correction.when]
     return frozenset(chain.from_iterable(map(keys_of, expressions)))
 
 

@@ -15,7 +15,7 @@ from ckptx.catalog.region import Region, Shape
 
 
 class Record(NamedTuple):
-    """The bytes of one stored member of a torch archive, with their checksum.
+    """One uncompressed member of a torch archive, the zip file that `torch.save` writes, with its checksum.
 
     Attributes:
         offset: Absolute position of the first byte in its file.
@@ -40,7 +40,8 @@ class Chunk(NamedTuple):
         strides: Strides in torch elements, see `DType.pack`, one per dim; None if the elements are row-major.
         record: Record of the storage that contains the elements; None if the format has no checksums, or if
             `is_archive`.
-        is_archive: True if `offset` and `nbytes` are those of a whole torch archive that was not parsed yet.
+        is_archive: True if `offset` and `nbytes` are those of a whole torch archive (the zip file that `torch.save`
+            writes) that was not parsed yet.
     """
 
     region: Region
@@ -58,7 +59,8 @@ class Block(NamedTuple):
     Attributes:
         rank_in_stage: The rank within its pipeline stage: dp_index * tp + tp_index.
         region: Region of the tensor.
-        is_replica: True if another block holds the same elements; checks that blocks tile a tensor ignore replicas.
+        is_replica: True if an earlier block of the tensor holds the same elements; False for the first of equal blocks.
+            The check that blocks cover a tensor without gaps or overlaps ignores replicas.
     """
 
     rank_in_stage: int
@@ -69,13 +71,15 @@ class Block(NamedTuple):
 class ShardedChunks(Sequence[Chunk]):
     """The chunks of one tensor of an output that is sharded for a mesh, created on access.
 
-    Equally sharded tensors share all but the offsets, so that a plan for thousands of ranks stays small.
+    Equally sharded tensors share all but the offsets, so that a plan for thousands of ranks stays small. Unlike
+    `ComputedChunks`, two sequences are equal only if they are the same object, so that no comparison of output tensors
+    creates their chunks.
 
     Attributes:
         blocks: The blocks of the tensor.
         files: File name of each block.
-        offsets: Position of the first byte of each block in its file.
-        lengths: Bytes of each block, including its frame.
+        offsets: Position of the first byte of each block in its file; of its archive, if `are_archives`.
+        lengths: Length of each block in bytes, including the bytes of its archive before and after the elements.
         are_archives: True if the blocks are torch archives, see `Chunk`.
     """
 
@@ -112,7 +116,10 @@ class ShardedChunks(Sequence[Chunk]):
 
 
 class ComputedChunks(Sequence[Chunk]):
-    """Base class of chunks that are created on access. Two sequences of one class are equal if their chunks are."""
+    """Base class of the chunks of a source tensor that are created on access.
+
+    Two sequences of one class are equal if their chunks are: names with equal chunks share their bytes.
+    """
 
     __slots__ = ()
 
@@ -187,8 +194,8 @@ _archive_chunk = partial(tuple.__new__, Chunk)  # several times as fast as `Chun
 class LazyChunks(Sequence[Chunk]):
     """The chunks of one tensor whose archives have the expected lengths, but were not parsed yet.
 
-    Accessing a chunk parses the archives. A reader that reads whole archives checks their frames itself instead, which
-    saves two reads per archive.
+    Accessing a chunk parses the archives. A reader that reads whole archives compares their bytes before and after the
+    elements (`ArchiveFrame`) itself instead, which saves two reads per archive.
 
     Attributes:
         archives: The archives.
@@ -306,14 +313,15 @@ class Sidecar(NamedTuple):
 
 
 class ArchiveFrame(NamedTuple):
-    """The bytes of a format around a block of elements: none in safetensors, a torch archive in a DCP.
+    """The frame of a block of elements in a DCP: the bytes of its torch archive before and after the elements.
 
     Attributes:
         head: Bytes before the elements.
-        build_tail: Returns the bytes after the elements from their CRC-32; always `tail_nbytes` long.
+        build_tail: Returns the tail, the bytes after the elements, from their CRC-32; it is always `tail_nbytes` long.
         tail_nbytes: Length of the tail, which does not depend on the elements.
-        tail_around_crc: First bytes of the tail: those before the CRC-32 of the elements, and those right after it.
-            Both are empty for a block without elements.
+        tail_around_crc: The bytes from the beginning of the tail to the CRC-32 of the elements, and the bytes that
+            follow the CRC-32. A reader compares both before it uses the CRC-32 between them. Both are empty for a block
+            without elements, whose tail has no CRC-32 there.
     """
 
     head: bytes

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptx.catalog.catalog import Catalog
 from ckptx.conversion.outputs.output_format import ConfigEdits, OutputContents, OutputFormat
-from ckptx.conversion.steps.adapter_source import find_adapter_source
+from ckptx.conversion.steps.adapter_source import select_conversion_source
 from ckptx.conversion.steps.adapters import merge_adapters, open_adapters
 from ckptx.conversion.steps.base_checkpoint import BaseCheckpoint, ConfigNeed, find_base
 from ckptx.conversion.steps.dequantization import dequantize_source
@@ -97,8 +97,8 @@ def _run_steps(
     if output.adapter_settings is None:
         log(found_base)
     adapters = open_adapters(options, dst, found_base.config, stack)
-    adapter_source = log(find_adapter_source(found_base, files, output.adapter_settings, found_base.config))
-    renamed = log(rename_megatron_source(adapter_source.base, files, options, with_optimizer=keeps_state))
+    conversion_source = log(select_conversion_source(found_base, files, output.adapter_settings, found_base.config))
+    renamed = log(rename_megatron_source(conversion_source.base, files, options, with_optimizer=keeps_state))
     keeps_state = keeps_state and (renamed.model is None or renamed.keeps_optimizer)
     dequantized = dequantize_source(renamed.base, renamed.files, options)
     base, files = dequantized.base, dequantized.files
@@ -212,10 +212,10 @@ def _run_steps(
     def stored_names(names: Iterable[str]) -> set[str]:
         """Return the names in the source, before renaming, dequantization, use of master weights and merging."""
         names = dequantized.stored_names(model.stored_names(merged.stored_names(names)))
-        return adapter_source.stored_names(renamed.stored_names(names))
+        return conversion_source.stored_names(renamed.stored_names(names))
 
     written = stored_names(target.written_stored_names() | training_state.written_stored_names())
-    dropped_for_adapters = [*adapter_source.dropped, *merged.dropped(written)]
+    dropped_for_adapters = [*conversion_source.dropped, *merged.dropped(written)]
 
     ledger = build_ledger(
         source.tensors.keys(),
@@ -261,7 +261,7 @@ def _run_steps(
         dst, options, source_checkpoint.processes, dequantized, quantized, model, ties, config_check, dropped_state,
         cast, sharded, contents, allocation, sidecars, job, job.nbytes, ledger,
         _scheme_change(renamed, stored_target, options.names or output.default_naming(view) or "hf"), combined, merged,
-        dropped_for_adapters, adapter_source,
+        dropped_for_adapters, conversion_source,
     )  # fmt: skip
     reset_counts(dequantized.files, merged.files, quantized.files)
     removed_files = list_removed_files(dst, job.file_names) if options.overwrite else []

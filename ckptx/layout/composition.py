@@ -1,11 +1,12 @@
-"""Composition of one dim of a tensor: heads or fused parts, and the check that a TP shard holds whole ones of each.
+"""Describe the attention heads or fused parts along one dim of a tensor, and check that TP shards hold whole heads.
 
-A TP kernel uses a shard as it is stored only if rank r holds the r-th chunk of every part:
+A TP kernel can use a shard as stored only if rank r holds slice r of every part, where the heads of a part are divided
+into slices as `torch.chunk` does:
 
     [q|k|v], 4 query and 2 key/value heads of 8 rows, tp=2
 
     rank 0 holds   q0 q1 k0 v0        aligned: heads 0-1 of q, head 0 of k and of v
-    rank 0 holds   q0 q1 q2 q3        not aligned: a plain chunk of all rows has no key and no value head
+    rank 0 holds   q0 q1 q2 q3        not aligned: the first half of all rows has no key and no value head
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 from ckptx.catalog.region import Shape
 from ckptx.layout.placement import Placement, Span, ceil_chunks
 
-Part = tuple[int, int]  # number of heads or features, and the size of one
+Part = tuple[int, int]  # number of heads and the size of a head; or number of features, and 1
 FeatureSide = Literal["out", "in"]
 
 
@@ -27,22 +28,24 @@ class Composition(NamedTuple):
 
     Attributes:
         side: "out" for output features, "in" for input features.
-        candidates: Parts in their order; the first candidate that adds up to the dim is used.
-        equal_parts: Number of equal parts of single features, for a dim that no candidate fits; 0 for none.
+        candidates: Alternatives for the parts, in the order in which they are stored; the first whose sizes add up to
+            the dim is used.
+        num_equal_parts: If no candidate fits, number of equally large parts that the dim consists of, none of which has
+            heads; 1 if the dim is not fused. 0 if unknown.
     """
 
     side: FeatureSide
     candidates: tuple[tuple[Part, ...], ...]
-    equal_parts: int = 0
+    num_equal_parts: int = 0
 
     def parts(self, n: int) -> tuple[Part, ...] | None:
         """Return the parts of a dim of size `n`; None if they are unknown."""
         for candidate in self.candidates:
             if sum(count * size for count, size in candidate) == n:
                 return candidate
-        return (
-            ((n // self.equal_parts, 1),) * self.equal_parts if self.equal_parts and n % self.equal_parts == 0 else None
-        )
+        if self.num_equal_parts and n % self.num_equal_parts == 0:
+            return ((n // self.num_equal_parts, 1),) * self.num_equal_parts
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ class Compositions:
         others: Compositions for all other modules, such as those of a vision tower, by the same keys.
         stacks: Paths of the layer lists; empty to use `layers` for every module.
         transposed: Patterns of module paths, with `*` for each index, whose weight is stored [in, out].
-        is_complete: True if a tensor without a composition is known to be of plain features.
-        is_of_unknown_class: True if any tensor without a composition may be fused, because only names suggest the
-            parts; then only a plan declares them.
+        is_complete: True if a tensor without a composition is known to be neither fused nor divided into heads.
+        is_of_unknown_class: True for a class that ckptx has no table for. Its compositions are guessed from names of
+            modules, so that a tensor without one may be fused, too, unless the style of its TP rule shows its parts.
     """
 
     layers: Mapping[str, Composition] = field(default_factory=dict)
@@ -68,11 +71,13 @@ class Compositions:
     is_of_unknown_class: bool = False
 
     def find(self, name: str) -> Composition | None:
-        """Return the composition of a parameter; None for one of plain features."""
+        """Return the composition of a parameter; None if none is known, see `is_complete`."""
         is_layer = not self.stacks or any(name.startswith(f"{path}.") for path in self.stacks)
         compositions = self.layers if is_layer else self.others
+        # `attn.in_proj_weight` and `experts.gate_up_proj_bias` are parameters without a module of their own; their keys
+        # are `attn.in_proj` and `gate_up_proj`.
         components = name.removesuffix("_bias").removesuffix("_weight").split(".")
-        for module in (components[:-1], components):  # a fused expert tensor has the name of its projection
+        for module in (components[:-1], components):  # path of the module; for such a parameter, its own name
             for length in (2, 1):
                 composition = compositions.get(".".join(module[-length:]))
                 if composition is not None and len(module) >= length:
@@ -81,9 +86,9 @@ class Compositions:
 
 
 def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part], tp: int) -> bool:
-    """Return True if each TP rank holds its chunk of every part, in whole heads.
+    """Return True if each TP rank holds its slice of every part, of those that `torch.chunk` makes of its heads.
 
-    With several parts, or heads of more than one element, it is also required that no rank lacks a part.
+    With several parts, or heads of more than one element, it is also required that no slice is empty.
 
     Args:
         shape: Shape of the whole tensor.
@@ -96,18 +101,13 @@ def holds_whole_parts(shape: Shape, placement: Placement, parts: Sequence[Part],
     has_structure = len(parts) > 1 or any(size > 1 for _, size in parts)
     stored = _spans_by_rank(((width, 1) for width in groups), tp)
     required = _spans_by_rank(parts, tp)
-    if has_structure and any(count < 1 for _, count_by_rank in _heads_by_rank(parts, tp) for count in count_by_rank):
+    if has_structure and any(num_heads < 1 for count, _ in parts for _, num_heads in ceil_chunks(count, tp)):
         return False
     return stored == required
 
 
-def _heads_by_rank(parts: Iterable[Part], tp: int) -> list[tuple[int, list[int]]]:
-    """Return for each part the size of a head, and the number of heads on each rank."""
-    return [(size, [n for _, n in ceil_chunks(count, tp)]) for count, size in parts]
-
-
 def _spans_by_rank(parts: Iterable[Part], tp: int) -> list[list[Span]]:
-    """Return for each rank the spans of its chunk of every part; adjacent spans are merged."""
+    """Return for each rank the spans of its slices of the parts, in their order; adjacent spans are merged."""
     parts = list(parts)
     starts = accumulate((count * size for count, size in parts), initial=0)
     spans: list[list[Span]] = [[] for _ in range(tp)]

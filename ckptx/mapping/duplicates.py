@@ -1,4 +1,4 @@
-"""Two stored names for one model tensor, as in a checkpoint with an old and a new naming."""
+"""Find model tensors with two stored names, as in a checkpoint with an old and a new naming."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ def find_duplicate_names(rules: NameRules, names: Iterable[str]) -> dict[str, st
     duplicates: dict[str, str] = {}
     for name, current_name in current_names.items():
         destination = destinations[current_name]
-        for key in () if destination is None else _destination_keys(rules, destination):
-            kept = first_name.setdefault(key, name)
-            if kept != name and name not in duplicates:
-                if destination == name and destinations[current_names[kept]] != kept:
-                    first_name[key], kept, name = name, name, kept
-                duplicates[name] = kept
+        if destination is None:
+            continue
+        key = _destination_key(rules, destination)
+        kept = first_name.setdefault(key, name)
+        if kept == name:
+            continue
+        is_own_name, is_kept_own_name = destination == name, destinations[current_names[kept]] == kept
+        if is_own_name and not is_kept_own_name:  # the model's own name is kept, although the other one came first
+            first_name[key] = name
+            duplicates[kept] = name
+        else:
+            duplicates[name] = kept
     return {name: _final_name(duplicates, kept) for name, kept in duplicates.items()}
 
 
@@ -41,11 +47,15 @@ def _final_name(duplicates: dict[str, str], name: str) -> str:
     return name
 
 
-def _destination_keys(rules: NameRules, destination: Destination | str) -> Iterable[object]:
-    """Return the key that two names of the same tensor share: a model name, or a position in a combined tensor."""
+def _destination_key(rules: NameRules, destination: Destination | str) -> object:
+    """Return the key that two names of the same tensor share.
+
+    It is a model name if the tensor is only renamed, else the tensor's place in a conversion: its conversion, layer and
+    position among the tensors that are converted together.
+    """
     if isinstance(destination, str):
-        return (destination,)
+        return destination
     conversion = rules.conversions[destination.conversion]
-    if len(conversion.sources) == len(conversion.targets) == 1 and not conversion.ops:
-        return (name_in_run(conversion.targets[0], destination.shared_indices, destination.list_index),)
-    return (destination,)
+    if len(conversion.sources) == len(conversion.targets) == 1 and not conversion.ops:  # it only renames one tensor
+        return name_in_run(conversion.targets[0], destination.shared_indices, destination.list_index)
+    return destination

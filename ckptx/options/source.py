@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ckptx.errors import UsageError
 from ckptx.options.option import BOTH_CHECKPOINTS, SOURCE, Hook, Option, Options
-from ckptx.report.number_formats import format_text
+from ckptx.report.number_formats import checkpoint_format_name
 from ckptx.report.report import Log
 
 if TYPE_CHECKING:  # not imported for a help page
@@ -32,8 +32,8 @@ SOURCE_PREFIX = Option(
     replaces=("prefix",),
 )
 DEQUANTIZE = Option(
-    "Decode quantized weights (fp8, mxfp4, nvfp4, and int4 and int8 in the format pack-quantized of "
-    "compressed-tensors) to bf16, or to the dtype of --dtype. GPTQ, AWQ and bitsandbytes are rejected.",
+    "Dequantize weights (fp8, mxfp4, nvfp4, and int4 and int8 in the format pack-quantized of compressed-tensors) to "
+    "bf16, or to the dtype of --dtype. GPTQ, AWQ and bitsandbytes are rejected.",
     SOURCE,
 )
 Weights = Literal["auto", "masters"]
@@ -90,7 +90,7 @@ class SourcePrefixOptions(Options):
             raise UsageError(
                 "--source-prefix requires a training checkpoint (a DCP, per-rank FSDP files, DeepSpeed, "
                 f"torch_checkpointing or a file of torch.save); {subject} is not one (format: "
-                f"{format_text(source.name)}); leave out --source-prefix"
+                f"{checkpoint_format_name(source.name)}); leave out --source-prefix"
             )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptx.errors import EnvironmentProblem
-from ckptx.processes.rendezvous import LAUNCHED_BY_US, rank_variables
+from ckptx.processes.rendezvous import LAUNCHED_VARIABLE, rank_variables
 
 _GRACE_PERIOD = 20.0  # seconds for the other ranks to end after one has failed, rank 0 with a report
 _POLL_INTERVAL = 0.05  # seconds between two checks of the ranks
@@ -48,7 +48,7 @@ def launch(options_json: str, world_size: int, on_wait: Callable[[], None] = lam
         options_path, report_path = Path(directory, "options.json"), Path(directory, "report.json")
         options_path.write_text(options_json, encoding="utf-8")
         command = [sys.executable, "-m", "ckptx.cli.rank", str(options_path), str(report_path)]
-        shared_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_BY_US: "1"}
+        shared_variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHED_VARIABLE: "1"}
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
         shared_variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(cores)
         processes = []

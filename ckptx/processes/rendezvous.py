@@ -1,7 +1,7 @@
 """Read the environment variables that a launcher (torchrun or ckptx) sets for a rank, and open the store of the ranks.
 
-    RANK, LOCAL_RANK, WORLD_SIZE       rank of this process, and number of ranks
-    MASTER_ADDR, MASTER_PORT           a key-value store: that of torchrun's agent, or else of rank 0
+    RANK, LOCAL_RANK, WORLD_SIZE       rank of this process, its index on this machine, and number of ranks
+    MASTER_ADDR, MASTER_PORT           address of a key-value store: that of torchrun's agent, or else of rank 0
     TORCHELASTIC_RESTART_COUNT         number of restarts by torchrun after failures
 
 It imports torch only to open the store.
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 START_TIMEOUT = 300  # seconds that a rank waits for the others to start
-LAUNCHED_BY_US = "CKPTX_LAUNCHED"  # environment variable that `launch` sets for its ranks
+LAUNCHED_VARIABLE = "CKPTX_LAUNCHED"  # environment variable that `launch` sets for its ranks
 _LAUNCHER_VARIABLES = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.+|"
+    rf"TORCH_NCCL_ASYNC_ERROR_HANDLING|{LAUNCHED_VARIABLE}"
 )
 
 
@@ -33,8 +34,11 @@ def is_launched() -> bool:
 
 
 def is_launched_by_us() -> bool:
-    """Return True if `launch` started this process; its caller has already checked that the command can run."""
-    return LAUNCHED_BY_US in os.environ
+    """Return True if `launch` started this process.
+
+    The process that called `launch` has printed the notes and checked the memory, so that a rank does not repeat it.
+    """
+    return LAUNCHED_VARIABLE in os.environ
 
 
 def is_first_rank() -> bool:
@@ -53,7 +57,7 @@ def rank_variables(rank: int, world_size: int) -> dict[str, str]:
 
 
 def remove_launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child process of a rank, without the variables that make it a rank."""
+    """Return the environment for a child process that is not a rank: without the variables that identify a rank."""
     return {key: value for key, value in environment.items() if not _LAUNCHER_VARIABLES.fullmatch(key)}
 
 

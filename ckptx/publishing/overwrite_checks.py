@@ -2,7 +2,8 @@
 
 A directory is replaced as a whole, so every name in it is checked first. Weights, sidecars (config, tokenizer and other
 files next to the weights) and trainer state are recognized by name; other files that ckptx wrote are recognized by the
-digest in its manifest, unless they were edited. Any other file, at any depth, is unrelated to the checkpoint.
+digest in its manifest, unless they were edited, and reports and HTML pages by their first bytes. Any other file, at any
+depth, is unrelated to the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _WEIGHTS = re.compile(
     r"(pytorch_model|adapter_model|consolidated|tf_model|flax_model|model)([-_.][\w.-]+)?"
     r"\.(bin|pt|pth|h5|msgpack|onnx|onnx_data)|shard-\d+-model-\d+-of-\d+\.\w+"
 )
-# Relative paths of subdirectories of trainers and of the Hub client, and the file names that are allowed in them; None
-# for those that are allowed at the top.
+# Pattern of the relative path of a subdirectory that trainers or the Hub client make, and pattern of the file names
+# that are allowed in it; None for those that are allowed in the checkpoint directory itself (`_is_known_base_name`).
 _KNOWN_DIRECTORIES = (
     (re.compile(r"(model|optim|optimizer|weights|pytorch_model_fsdp_\d+|optimizer_\d+|train|\.hf_metadata)"), None),
     (re.compile("|".join(sorted(TRAINER_STATE_DIRECTORIES))), re.compile(r"[\w.-]+\.(pt|json)")),
@@ -83,8 +84,9 @@ def refuse_unrelated_files(target: Path, backup: Path | None = None) -> None:
 def list_removed_files(target: Path, written_names: Collection[str]) -> list[str]:
     """List the files that are lost when a checkpoint is replaced, such as a README.md that the user wrote.
 
-    Weights and files as ckptx wrote them are not listed. Without a valid manifest, nothing is known about the writer of
-    a file, and only those that the new output does not have are listed.
+    Weights are not listed, nor are unchanged files that ckptx wrote. The manifest of the old directory shows which
+    files were added or edited: these are listed even if the new output has a file of the same name. Without a valid
+    manifest this is not known, and files whose names are in the new output are not listed.
 
     Args:
         target: Directory that will be replaced.
@@ -170,7 +172,10 @@ def _iterate_unrelated_files(
 
 
 def is_known_name(name: str) -> bool:
-    """Return True if a relative path is usual for a file of a checkpoint: weights, a sidecar or trainer state."""
+    """Return True if a relative path is usual for a file of a checkpoint.
+
+    These are weights, sidecars, trainer state, the manifest, and files in the cache directory of the Hub client.
+    """
     path = PurePosixPath(name)
     base, directory = path.name, str(path.parent)
     if directory == ".":
@@ -186,7 +191,7 @@ def _is_known_base_name(base: str) -> bool:
 
 
 def _is_written_by_ckptx(directory: DirectoryHandle, name: str, digests: Mapping[str, str]) -> bool:
-    """Return True for a file with the bytes that ckptx wrote, or a report or page of ckptx."""
+    """Return True for a file with the digest in the manifest, or a report, HTML page or JUnit XML of ckptx."""
     try:
         with directory.open_file(name) as file:
             return file_digest(file).hex() == digests[name] if name in digests else is_earlier_output(file)

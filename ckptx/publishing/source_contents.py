@@ -2,16 +2,23 @@
 
 The change time (ctime) of a file changes with its mode, owner or hard links, and also if the file is rewritten in place
 and its modification time set back (`rsync --inplace --times`, `touch -r`). Only the contents distinguish the two cases.
-So the contents of files whose change time alone differs (touched files) decide:
+So files of which only the change time differs (touched files) are compared as follows:
 
-    in the source    opened again, for positions and headers; the tensors in touched files are digested again
-    config.json      compared with the config that was used
-    DECISION_FILES   compared with their digest from before the copy
-    other sidecars   accepted unread: they are read once only, when they are copied, after this comparison or (for an
-                     output that is already complete) before it, and their identity is checked then
-    any other        counts as changed without reading it, as a tensor file of the base does
+    files of the source   the source is opened again, and positions and headers are compared; then the tensors in
+                          touched files are digested again, and compared with the digests of the copy
+    config.json           compared with the config that was used
+    DECISION_FILES        compared with the digest from before the copy
+    other sidecars        not read here; see below
+    any other file        counts as changed, such as a tensor file of the base
 
-Files with another size, modification time or inode count as changed without reading them, too.
+A decision is what the conversion derived from the contents of the source: names and dtypes of the output, which tensors
+are tied, and how the training state is mapped. `DECISION_FILES` are small files on which decisions depend; a decision
+that depends on tensors is made again, and compared.
+
+Other sidecars are read only once, and their identity is checked then: when they are copied, which is after this
+comparison, or when they are compared with those of an output that is already complete, which is before it.
+
+Files with another size, modification time or inode count as changed, and are not read.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ def require_unchanged(
     are_source_decisions_unchanged: Callable[[], bool],
     max_memory: int,
 ) -> None:
-    """Check that the source is unchanged since it was copied; the module docstring tells what is compared.
+    """Check that the source is unchanged since it was copied; the module docstring lists what is compared.
 
     Args:
         identities: Identities of the files of the source and of other checkpoints when they were opened. Those of
@@ -54,8 +61,8 @@ def require_unchanged(
             are not compared.
         files: Files of the source.
         opened_catalog: Catalog of the source as it was when it was opened.
-        are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again; True if the
-            conversion would treat them as it did.
+        are_source_decisions_unchanged: Reads the tied tensors and the training state of the source again, and returns
+            True if the conversion would make the same decisions about them.
         max_memory: Memory limit for buffers, in bytes.
 
     Raises:
@@ -69,19 +76,19 @@ def require_unchanged(
     names = {name for path in touched if (name := relative_name(opened_catalog.root, path)) is not None}
     sidecar_locations = {catalog.root / sidecar.name for catalog in identities.catalogs for sidecar in catalog.sidecars}
     for path, identity in touched.items():
-        is_known = relative_name(opened_catalog.root, path) is not None or path in sidecar_locations
-        if not is_known or not _is_metadata_unchanged(identities, path, identity):
+        is_comparable = relative_name(opened_catalog.root, path) is not None or path in sidecar_locations
+        if not is_comparable or not _is_metadata_unchanged(identities, path, identity):
             raise changed_error(path)
     if names and not (_has_same_catalog(opened_catalog) and are_source_decisions_unchanged()):
         raise changed_error(first)
     reader = TensorReader(files, max_memory)
     for step in plan.steps():  # a step copies one tensor or one pickled object
         expected = digests.get(step.target.name)
-        stored_names = {stored for file in _iterate_chunk_files(step.source) for stored in files.stored_names(file)}
-        if expected is None or names.isdisjoint(stored_names):
+        read_files = {stored for file in _iterate_chunk_files(step.source) for stored in files.stored_names(file)}
+        if expected is None or names.isdisjoint(read_files):
             continue
         if digest_tensor(reader, step.source, step.target.dtype).digest().hex() != expected:
-            raise changed_error(opened_catalog.root / min(names & stored_names))
+            raise changed_error(opened_catalog.root / min(names & read_files))
     if identities.find_touched() != touched:
         raise changed_error(first)
     identities.accept(touched)

@@ -1,12 +1,13 @@
-"""Numbers that several reports show; one function computes each number, and one formats it.
+"""Format numbers that several reports show; each is computed in one place, and formatted by one function.
 
-number                             computed by; formatted by
+number                               computed by; formatted by
 
-written, stored, copies, aliases   counted by `conversion.ledger`; `stored_text`, `written_text`
-bytes read                         `TensorReader.bytes_read`, summed over readers and ranks; `bytes_read_text`
-peak memory                        `peak_memory` of a process, `peak_of_processes` of several; `peak_memory_text`
-speed                              `report.written_gb_per_s`; `speed_text`
-state that is not compared         `comparison.uncompared.count_uncompared`; `uncompared_text`
+tensors stored, copies and aliases   `conversion.steps.ledger.build_ledger`; `stored_text`
+bytes of the files of an output      `output_bytes` and `bytes_written` of `ConversionReport`; `written_text`
+bytes read                           `TensorReader.bytes_read`, summed over readers and ranks; `bytes_read_text`
+peak memory                          `peak_memory` of a process, `peak_of_processes` of several; `peak_memory_text`
+speed                                `report.report.written_gb_per_s`; `speed_text`
+state that is not compared           `comparison.uncompared.count_uncompared`; `uncompared_text`
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _FORMAT_NAMES = {
 }
 
 
-def format_text(name: str) -> str:
-    """Return the name of a checkpoint format for summaries and pages: `sharded safetensors` for "sharded"."""
+def checkpoint_format_name(name: str) -> str:
+    """Return the name of a checkpoint format for summaries and HTML pages: `sharded safetensors` for "sharded"."""
     return _FORMAT_NAMES.get(name, name)
 
 
@@ -71,7 +72,7 @@ def speed_text(report: Report) -> str:
 
 
 def written_text(output_bytes: int, written_bytes: int) -> str:
-    """Return the bytes of all files of an output, and how many of them an earlier run wrote, if any.
+    """Return the size of all files of an output, and how much of it an earlier run wrote, if any.
 
     Example:
         79.43 MiB in files, 12.50 MiB of it by an earlier, interrupted run

@@ -1,4 +1,4 @@
-"""Text of `robustness`: a line for each phase, with its failures below it."""
+"""Format the report of `robustness` as text: a line for each phase, with its failures below it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def robustness_text(report: RobustnessReport, red: Callable[[str], str] = str, n
 
 
 def progress_text(report: RobustnessReport, red: Callable[[str], str] = str, num_printed: int | None = None) -> str:
-    """Return the lines to print when a phase of a running report has ended.
+    """Return the lines to print when a phase has ended, while `robustness` is still running.
 
     Args:
-        report: Report so far.
+        report: Report of the phases so far.
         red: Colors a string red if the terminal supports it.
         num_printed: Number of phases that are printed already; None if the header is not printed either.
     """
@@ -113,6 +113,8 @@ def _phase_lines(
     report: RobustnessReport, phase: Mapping[str, Any], red: Callable[[str], str], width: int = _NAME_WIDTH
 ) -> list[str]:
     """Return the line of a phase, with its name padded to `width` characters, and lines for its failures and notes."""
+    # The first note of a phase without a result is printed in place of its title. For a phase that did not run, it is
+    # the reason.
     notes = phase_notes(phase)
     title = notes[0] if phase["ok"] is None and notes else str(phase.get("title") or "")
     skipped = skipped_checks_text(phase)

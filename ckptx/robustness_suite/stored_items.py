@@ -203,7 +203,7 @@ class _ItemCollector:
             file: File that contains the value.
             item: Name, shape and dtype, from which the oracle is derived.
             value: Value or digest.
-            num_nonfinite: Number of elements that are NaN or infinity; None for a value that is always finite.
+            num_nonfinite: Number of elements that are NaN or infinity; None if they were not counted.
         """
         self._check_limit(file)
         self.has_values = True

@@ -1,4 +1,4 @@
-"""Digests of tensors of any size, and the number of their elements that are NaN or infinity."""
+"""Compute digests of tensors of any size, and count their elements that are NaN or infinity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from math import isnan
 
 import numpy as np
 
-from ckptx.catalog.dtype import DTYPES_BY_NAME
 from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import full_region
 from ckptx.storage.files import FilePool
@@ -22,12 +21,12 @@ _EXPONENT_MASKS = {
     "BF16": ("<u2", 0xFF << 7),
     "F16": ("<u2", 0x1F << 10),
 }
-# Dtype -> code of `struct`, for dtypes whose single element is shown as its value.
+# Dtype -> code of `struct`, for the dtypes of step counters and similar scalars, which are shown as their value.
 _STRUCT_CODES = {"F32": "f", "F64": "d", "I64": "q", "I32": "i", "BOOL": "?"}
 
 
 class TensorDigests:
-    """Reader of the tensors in the files of a pool, which computes their digests block by block."""
+    """Reads the tensors in the files of a pool block by block, and computes their digests."""
 
     def __init__(self, files: FilePool) -> None:
         self._files, self._reader = files, TensorReader(files)
@@ -36,14 +35,16 @@ class TensorDigests:
     def read(self, entry: TensorEntry, data: bytes | None = None) -> tuple[str, int | None]:
         """Return the description of a tensor, and the number of its elements that are not finite.
 
-        The description has dtype, shape, and a digest, or the value of a tensor with a single element.
+        The description has dtype, shape, and a digest of the bytes. For a single element of dtype F64, F32, I64, I32 or
+        BOOL it has the value instead, if the bits can be recovered from it (`_single_element`).
 
         Args:
             entry: Dtype, shape, and position in the file.
             data: Elements in row-major order; None to read them from the file.
 
         Returns:
-            Description and number; the number is None for a dtype without NaN and infinity.
+            Description and number; the number is None for dtypes other than F64, F32, BF16 and F16, whose elements are
+            not counted.
         """
         sink = _Sink(entry, self._buffer)
         if data is None:
@@ -61,18 +62,17 @@ class TensorDigests:
     def _single_element(self, entry: TensorEntry, data: bytes | None) -> str | None:
         """Return the only element of a tensor as a string; None if its bits cannot be recovered from the string.
 
-        That is the case for a NaN, for a boolean byte other than 0 and 1, for dtypes that counters do not have, and for
-        tensors of several elements.
+        The bits of a NaN, and of a boolean byte other than 0 and 1, cannot be recovered. The result is also None for a
+        tensor that does not have exactly one element and one chunk, and for a dtype that is not in `_STRUCT_CODES`.
         """
         code = _STRUCT_CODES.get(entry.dtype.name)
         if code is None or entry.numel != 1 or len(entry.chunks) != 1:
             return None
-        assert DTYPES_BY_NAME[entry.dtype.name] is entry.dtype
         chunk = entry.chunks[0]
         raw = self._files.read(chunk.file, chunk.offset, entry.nbytes) if data is None else data
         value = struct.unpack(f"<{code}", raw)[0]
-        is_plain = not isnan(value) and struct.pack(f"<{code}", value) == raw
-        return repr(value) if is_plain else None
+        is_recoverable = not isnan(value) and struct.pack(f"<{code}", value) == raw
+        return repr(value) if is_recoverable else None
 
 
 class _Sink:

@@ -22,7 +22,12 @@ from ckptx.architecture.correction_types import (
     expand_braces,
     filter_by_class,
 )
-from ckptx.architecture.corrections import corrections_of, corrections_of_class, plan_corrections, plan_keys
+from ckptx.architecture.corrections import (
+    config_keys_of_corrections,
+    corrections_of,
+    corrections_of_class,
+    plan_corrections,
+)
 from ckptx.architecture.trainer_naming import megatron, torchtitan
 from tests.support.corrections import all_corrections, patched_corrections
 from tests.support.import_tool import ROOT
@@ -125,7 +130,7 @@ def test_the_file_at_hand_is_opened_and_no_other(monkeypatch: pytest.MonkeyPatch
     read: list[str] = []
     real = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
-    assert plan_corrections("gpt2", "gpt2") and plan_keys("gpt2", "gpt2") >= {"hidden_size"}
+    assert plan_corrections("gpt2", "gpt2") and config_keys_of_corrections("gpt2", "gpt2") >= {"hidden_size"}
     assert plan_corrections("olmo", "olmo") == ()
     assert read == ["gpt2.json"]
 
@@ -154,7 +159,8 @@ def test_a_class_is_known_where_transformers_defines_it_and_nowhere_else() -> No
 def test_plan_rows_of_a_composite_may_lie_with_itself_or_with_its_text_model() -> None:
     row = PlanCorrection("@layers.*.mlp.fc", "colwise", "for a test", groups=("widths",))
     with patched_corrections("llava", plan=(row,)):
-        assert plan_corrections("qwen2", "llava") == (row,) and plan_keys("qwen2", "llava") == {"widths"}
+        assert plan_corrections("qwen2", "llava") == (row,)
+        assert config_keys_of_corrections("qwen2", "llava") == {"widths"}
         assert plan_corrections("gpt2", "llava") == corrections_of("gpt2").plan
     assert plan_corrections("qwen2", "llava") == ()
 

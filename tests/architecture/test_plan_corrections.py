@@ -11,7 +11,7 @@ import pytest
 from ckptx.architecture import class_table, model_files
 from ckptx.architecture.architecture import Architecture
 from ckptx.architecture.correction_types import PlanCorrection, expand_braces
-from ckptx.architecture.corrections import corrections_of, plan_keys
+from ckptx.architecture.corrections import config_keys_of_corrections, corrections_of
 from ckptx.architecture.expressions import keys_of
 from ckptx.layout.placement import Placement
 from ckptx.layout.tensor_parallel_plan import PlacementDecision, decide_placement
@@ -126,7 +126,7 @@ def test_every_absent_row_names_tensors_of_its_model_type() -> None:
 
 
 def test_keys_of_plan_rows_have_defaults_in_the_table() -> None:
-    assert {"hidden_size", "num_attention_heads"} <= plan_keys("gpt2", "gpt2")
+    assert {"hidden_size", "num_attention_heads"} <= config_keys_of_corrections("gpt2", "gpt2")
     assert known("GPT2LMHeadModel").structure.defaults["hidden_size"] == 768
 
 

@@ -28,5 +28,6 @@ def test_a_process_on_its_own_is_the_first_and_no_rank(monkeypatch: pytest.Monke
 
 def test_what_is_no_rank_is_told_nothing_of_ranks() -> None:
     launcher = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0"}
+    launcher["CKPTX_LAUNCHED"] = "1"  # of `ckptx.processes.launch`
     others = {"MASTER_KEY": "stays", "RANKING": "stays", "OMP_NUM_THREADS": "1"}
     assert remove_launcher_variables({**rank_variables(1, 2), **launcher, **others}) == others

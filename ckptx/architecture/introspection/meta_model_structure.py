@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ckptx.architecture.corrections import corrections_of, plan_keys
+from ckptx.architecture.corrections import config_keys_of_corrections, corrections_of
 from ckptx.architecture.expressions import Scope, keys_of, try_evaluate
 from ckptx.architecture.introspection.meta_model_configs import class_default, class_defaults, nearest_config, read_key
 from ckptx.architecture.structure import (
@@ -105,7 +105,7 @@ def read_structure(
     keys = {key for each in structure.expressions() for key in keys_of(each)}
     keys |= {
         join_path(structure.text_config_path, key)
-        for key in plan_keys(structure.text_type, str(model.config.model_type))
+        for key in config_keys_of_corrections(structure.text_type, str(model.config.model_type))
     }
     defaults, aliases = class_defaults(keys, model.config, structure.expressions())
     return dataclasses.replace(structure, defaults=defaults, aliases=aliases)

@@ -36,7 +36,7 @@ from ckptx.architecture.trainer_naming.megatron_tables import (
     SAME,
     VOCABULARY_ROWS,
 )
-from ckptx.architecture.trainer_naming.mtp import mtp_layers, shared_tensors
+from ckptx.architecture.trainer_naming.mtp import copies_in_mtp_layers, mtp_layers
 from ckptx.catalog.region import Shape
 from ckptx.errors import InputError, UnsupportedError
 from ckptx.mapping.ops import Conversion, Op
@@ -128,7 +128,7 @@ def mtp_copies(class_name: str, config: Mapping[str, Any]) -> dict[str, str]:
         InputError: The config has an invalid number of layers.
     """
     mtp = MTP_FORMS.get(form_of(class_name) or "")
-    return shared_tensors(config) if mtp is not None and mtp.has_copies else {}
+    return copies_in_mtp_layers(config) if mtp is not None and mtp.has_copies else {}
 
 
 def conversions(class_name: str, config: Mapping[str, Any], padded_rows: int | None = None) -> tuple[Conversion, ...]:

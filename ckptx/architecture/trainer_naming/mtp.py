@@ -1,4 +1,8 @@
-"""Layers for multi-token prediction (MTP), which are layers after the last one on the Hub and a list in trainers."""
+"""Find the layers for multi-token prediction (MTP) in names on the Hub, and the weights that they copy.
+
+On the Hub, they are numbered as layers after the last layer of the model. Training frameworks have a separate list for
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from ckptx.errors import InputError
 
 _MAX_MTP_LAYERS = 64
 
-# Name of a tensor of the model -> name, below an MTP layer on the Hub, of its copy.
-_SHARED_MODULES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+# Name of a weight of the model -> name of its copy in each MTP layer on the Hub, below the name of the layer.
+_COPIED_WEIGHTS = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 
 
 def mtp_layers(config: Mapping[str, Any]) -> range:
@@ -37,8 +41,8 @@ def mtp_layers(config: Mapping[str, Any]) -> range:
     return range(first, first + count)
 
 
-def shared_tensors(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> name of the original, for tensors of MTP layers that repeat the embedding and the output head.
+def copies_in_mtp_layers(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each copy of the embedding and the output head in an MTP layer -> name of the original.
 
     Args:
         config: Contents of `config.json`.
@@ -49,5 +53,5 @@ def shared_tensors(config: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"model.layers.{layer}.{copy}": original
         for layer in mtp_layers(config)
-        for original, copy in _SHARED_MODULES.items()
+        for original, copy in _COPIED_WEIGHTS.items()
     }

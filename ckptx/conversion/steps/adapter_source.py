@@ -1,4 +1,8 @@
-"""`convert to-peft`: the adapter in a training checkpoint as a checkpoint of its own, which all later steps read."""
+"""Select the source that the steps of a conversion read: for `convert to-peft`, only the adapter in the checkpoint.
+
+An adapter that is extracted from a training checkpoint is a catalog of its own, with the names that PEFT writes. Other
+conversions read the whole checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +31,25 @@ class ExtractedAdapter:
     """An adapter that was found in a training checkpoint.
 
     Attributes:
-        adapter: The adapter; its catalog has located chunks, and names as PEFT writes them.
+        adapter: The adapter; the names in its catalog are those that PEFT writes, and the positions of the elements are
+            known, because torch archives (see `Chunk`) were parsed.
         config: Contents of its `adapter_config.json`.
-        stored_names: Name that PEFT writes -> stored name.
+        stored_name_by_peft_name: Name that PEFT writes -> stored name.
         dropped: Stored name of every other tensor of the checkpoint -> reason.
     """
 
     adapter: Adapter
     config: Mapping[str, Any]
-    stored_names: Mapping[str, str]
+    stored_name_by_peft_name: Mapping[str, str]
     dropped: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """The source of a conversion; only the adapter in it if the output is one.
+class ConversionSource:
+    """The source of a conversion: a checkpoint, or only the adapter in it if the output is an adapter.
 
     Attributes:
-        base: Base with the source to convert.
+        base: Source and base, see `BaseCheckpoint`; if the output is an adapter, `base.source` is its catalog.
         extracted: The adapter; None if the output is a model.
         notes: Notes for the user.
     """
@@ -69,9 +74,9 @@ class AdapterSource:
         return [{"path": str(adapter.catalog.location), "factor": 1.0, **describe_adapter(adapter)}]
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
-        """Return the stored names of tensors in `base.source`."""
-        stored = {} if self.extracted is None else self.extracted.stored_names
-        return {stored.get(name, name) for name in names}
+        """Return the stored names of tensors that have the names `names` in `base.source`."""
+        stored_by_name = {} if self.extracted is None else self.extracted.stored_name_by_peft_name
+        return {stored_by_name.get(name, name) for name in names}
 
 
 def extract_adapter(
@@ -82,8 +87,8 @@ def extract_adapter(
     Args:
         catalog: Catalog of the checkpoint.
         files: Its open files.
-        settings: Config or alpha of the adapter, and the base to record.
-        model_config: Config of the base model, which names of a trainer require; None if it is not known.
+        settings: Config or alpha of the adapter, and the name of the base model to record.
+        model_config: Config of the base model, which torchtitan's names require; None if it is not known.
 
     Raises:
         InputError: There is no adapter, or several; alpha is not known; or the config does not fit the tensors.
@@ -97,18 +102,18 @@ def extract_adapter(
     catalog = _locate(catalog, [name for name in catalog.tensors if is_lora_name(name)], files)
     found = find_adapter_tensors(catalog, model_config)
     location = str(catalog.location)
-    config_path, alpha = f"{location} (config from --alpha)", settings.alpha
+    config_label, alpha = f"{location} (config from --alpha)", settings.alpha  # the label is for error messages
     config_source = _find_config(catalog)
     if alpha is None and config_source is None and catalog.source.listing().is_file(_VERL_FILE):
-        config_path = str(catalog.source.location / _VERL_FILE)
-        alpha = _recorded_alpha(read_json_object(catalog.source, _VERL_FILE), config_path)
+        config_label = str(catalog.source.location / _VERL_FILE)
+        alpha = _recorded_alpha(read_json_object(catalog.source, _VERL_FILE), config_label)
     if settings.config_file is not None:
         path = Path(settings.config_file)
-        config_path, config = str(path), read_json_object(LocalSource(path.parent), path.name)
+        config_label, config = str(path), read_json_object(LocalSource(path.parent), path.name)
     elif alpha is not None:
         config = derive_config(found.tensors, alpha, settings.base_name, location)
     elif config_source is not None:
-        config_path = str(config_source.location / CONFIG_FILE)
+        config_label = str(config_source.location / CONFIG_FILE)
         config = read_json_object(config_source, CONFIG_FILE)
     else:
         raise InputError(
@@ -117,6 +122,8 @@ def extract_adapter(
         )
     if settings.base_name is not None:
         config["base_model_name_or_path"] = settings.base_name
+    # The first search shows which other tensors belong to the adapter, such as those of `modules_to_save`. Only their
+    # archives are parsed, not those of the whole model; the second search returns their entries with positions.
     others = [stored for stored in found.stored_names.values() if not is_lora_name(stored)]
     if others:
         found = find_adapter_tensors(_locate(catalog, others, files), model_config)
@@ -124,15 +131,16 @@ def extract_adapter(
         catalog, format="peft", tensors=dict(found.tensors), sidecars=(), training_files=(), config=None,
         planner_data=None, parts=(), verbatim={}, notes=[], objects={},
     )  # fmt: skip
-    adapter = group_tensors(adapter_catalog, parse_adapter_config(config, config_path))
+    adapter = group_tensors(adapter_catalog, parse_adapter_config(config, config_label))
     return ExtractedAdapter(adapter, config, found.stored_names, found.dropped)
 
 
 def _find_config(catalog: Catalog) -> Source | None:
     """Return the directory with the `adapter_config.json` of a training checkpoint; None if there is none.
 
-    It is that of the checkpoint, or the one that was opened above it: Trainer writes `checkpoint-N/adapter_config.json`
-    and `checkpoint-N/pytorch_model_fsdp_0/`.
+    The file is in the directory of the checkpoint, or in the directory that the user passed and in a subdirectory of
+    which the checkpoint was found: Trainer writes `checkpoint-N/adapter_config.json` and
+    `checkpoint-N/pytorch_model_fsdp_0/`.
     """
     locations = [catalog.root]
     if catalog.opened_from is not None and catalog.opened_file is None:
@@ -142,7 +150,7 @@ def _find_config(catalog: Catalog) -> Source | None:
 
 
 def _locate(catalog: Catalog, names: Collection[str], files: SourceFiles) -> Catalog:
-    """Return the catalog with located chunks of some tensors, whose torch archives are parsed."""
+    """Return the catalog with the positions of the elements of some tensors, which their torch archives record."""
     if not catalog.traits.has_archives or not names:
         return catalog
     from ckptx.formats.dcp.reader import locate_payloads
@@ -155,7 +163,7 @@ def _recorded_alpha(values: Mapping[str, Any], path: str) -> float:
     """Return the alpha that verl recorded next to the files of the ranks.
 
     Raises:
-        InputError: It is no finite number other than 0.
+        InputError: It is not a finite number other than 0.
     """
     alpha = values.get("lora_alpha")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not isfinite(alpha) or not alpha:
@@ -166,31 +174,31 @@ def _recorded_alpha(values: Mapping[str, Any], path: str) -> float:
     return float(alpha)
 
 
-def find_adapter_source(
+def select_conversion_source(
     base: BaseCheckpoint, files: SourceFiles, settings: AdapterSettings | None, model_config: Mapping[str, Any] | None
-) -> AdapterSource:
-    """Return the adapter in the source if the output is an adapter, else the source as it is.
+) -> ConversionSource:
+    """Return the adapter in the source if the output is an adapter, else the source unchanged.
 
     Args:
         base: Source and base, see `BaseCheckpoint`.
         files: Files of the source.
         settings: Settings of `convert to-peft`; None for other commands.
-        model_config: Config of the base model; None if it is not known.
+        model_config: Config of the base model, which torchtitan's names require; None if it is not known.
 
     Raises:
         InputError, UnsupportedError: See `extract_adapter`.
     """
     if settings is None:
-        return AdapterSource(base)
+        return ConversionSource(base)
     extracted = extract_adapter(base.source, files, settings, model_config)
-    notes = [note for note in base.source.notes if note not in extracted.adapter.catalog.notes]
+    notes = list(base.source.notes)  # the catalog of the adapter has none
     if settings.alpha is not None:
         notes.append(
             f"--alpha {settings.alpha:g}: the config has plain LoRA with alpha / rank; if the run used rsLoRA or "
             "patterns of ranks or alphas, pass its own config with --adapter-config"
         )
-    changed = replace(
-        base, source=extracted.adapter.catalog, catalog=None, config=None, is_none=True, notes=(),
+    adapter_base = replace(
+        base, source=extracted.adapter.catalog, catalog=None, config=None, uses_no_base=True, notes=(),
         adapter_config=extracted.config,
     )  # fmt: skip
-    return AdapterSource(changed, extracted, tuple(notes))
+    return ConversionSource(adapter_base, extracted, tuple(notes))

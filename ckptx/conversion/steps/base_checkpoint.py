@@ -37,10 +37,11 @@ class BaseCheckpoint:
     Attributes:
         source: Source checkpoint, with its sidecar files.
         catalog: Checkpoint of `--base`, else the one that the trainer recorded in `.hf_metadata/`; None for neither.
-        config: Config of the base, else the one next to the tensors; None if there is none or with `--base none`.
+        config: Config of the base, else the one next to the tensors; None if there is none, or if `uses_no_base`.
         dtypes: Tensor name in the base -> dtype; empty if unknown.
         file_numbers: Tensor name in the base -> number of its file, from 1; empty unless `.hf_metadata/` records it.
-        is_none: True with `--base none`: no sidecar files are written, except those of Megatron's format.
+        uses_no_base: True with `--base none`, or if the output is an adapter. Then Megatron's names are not mapped to
+            disk names, and no sidecar files are copied except those of Megatron's format.
         is_dequantized: True if the quantized weights of `source` are decoded.
         is_renamed: True if the tensors of `source` were renamed from Megatron's names to disk names.
         adapter_config: Contents of the `adapter_config.json` to write; None if the output is a model.
@@ -53,7 +54,7 @@ class BaseCheckpoint:
     config: dict[str, Any] | None
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     file_numbers: Mapping[str, int] = field(default_factory=dict)
-    is_none: bool = False
+    uses_no_base: bool = False
     is_dequantized: bool = False
     is_renamed: bool = False
     is_merged: bool = False
@@ -89,7 +90,7 @@ def find_base(source: Catalog, dst: Path, options: ConversionOptions, config_nee
         note = "--base none: no config used; tied weights and name prefixes are not detected"
         if source.config is not None:
             note = f"--base none: {source.root}/config.json is read but not written; loaders need a config"
-        return BaseCheckpoint(source, None, None, is_none=True, notes=(note,))
+        return BaseCheckpoint(source, None, None, uses_no_base=True, notes=(note,))
     adjacent = _adjacent_base(source)
     if adjacent.config is not None:
         return adjacent

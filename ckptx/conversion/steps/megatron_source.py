@@ -84,7 +84,7 @@ def rename_megatron_source(
         InputError: See `map_megatron_names` and `check_megatron_config`.
         UnsupportedError: See `map_megatron_names`, or `--optimizer keep`.
     """
-    if base.is_none or not find_prefixes(base.source.tensors):
+    if base.uses_no_base or not find_prefixes(base.source.tensors):
         return RenamedSource(base, base.source, files)
     from ckptx.model_view.megatron_names import STEP_FILE, map_megatron_names
 

@@ -59,7 +59,7 @@ def collect_sidecars(
     """
     source = base.sidecar_source.source
     notes: list[str] = []
-    if base.is_none:
+    if base.uses_no_base:
         names = [name for name in names if name in (COMMON_FILE, BACKEND_FILE)]
     if base.is_dequantized or any(edit["key"].endswith("quantization_config") for edit in edits):
         dropped = [name for name in names if name in QUANTIZATION_FILES]
@@ -68,7 +68,7 @@ def collect_sidecars(
     for name in names:
         _refuse_malformed_file(source, name)
     has_tokenizer = any(is_tokenizer_file(PurePosixPath(name).name) for name in names)
-    if needs_tokenizer and not has_tokenizer and not base.is_none and _has_vocabulary(base.config or {}):
+    if needs_tokenizer and not has_tokenizer and not base.uses_no_base and _has_vocabulary(base.config or {}):
         root = config_source(base.sidecar_source).location
         notes.append(f"no tokenizer files in {root}, so the output has none; vLLM and SGLang need them")
     files: dict[str, StoredFile | bytes] = {name: StoredFile(source, name) for name in names}

@@ -54,6 +54,8 @@ def _has_shards(source: Source, name: str, read_shapes: ShapeReader) -> bool:
     if not source.listing().is_directory(name):
         return False
     directory = source.with_location(source.location / name)
+    # Names come first, as in `DETECTORS` of the registry: they decide without reading a header, even if the directory
+    # also has merged weights, which `detect_weights` would find instead.
     if any(map(is_shard, directory.listing())):
         return True
     weights = detect_weights(directory, read_shapes)

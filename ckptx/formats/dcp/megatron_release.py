@@ -1,4 +1,4 @@
-"""Write the files that Megatron adds to a DCP, for weights without training state.
+"""Build the contents of the files that Megatron adds to a DCP, for weights without training state.
 
 A training run is a directory of checkpoints. A text file in it names the one to load: an iteration, or `release` for
 weights alone.
@@ -32,7 +32,9 @@ def backend_bytes() -> bytes:
 
 
 def common_bytes(*, has_stacked_layers: bool) -> bytes:
-    """Return the bytes of a `common.pt` for weights alone, which names no class.
+    """Return the bytes of a `common.pt` for weights without training state.
+
+    It has plain values only, such as numbers and dicts, so that `torch.load` reads it with `weights_only=True`.
 
     Megatron passes `content_metadata` to the model when it asks for the names of tensors, so that it finds stacked or
     separate layers as they are stored.

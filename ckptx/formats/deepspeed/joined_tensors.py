@@ -1,7 +1,8 @@
 """Join the shards of the tensor parallel ranks to whole tensors, without reading their elements.
 
-The chunks of a shard have regions of the shard. A `Join` states where pieces of the shard are in the whole tensor; the
-part of a chunk that is inside a piece becomes a chunk of the whole tensor.
+The region of a chunk of a shard is in coordinates of the shard. A `Join` lists pieces, which are regions of shards,
+with their positions in the whole tensor. The part of a chunk that is inside a piece becomes a chunk of the whole
+tensor, and its region is in coordinates of the whole tensor.
 
 If no two ranks have the same elements, these chunks are created when they are read, like the chunks of the shards.
 If several ranks have the same elements, those of the first rank become chunks, and those of the others their replicas,
@@ -20,7 +21,7 @@ from ckptx.mapping.rewrite import slice_chunk
 
 
 class RecentChunks:
-    """Cache of the chunks of the last 16 tensors; those of all tensors would take too much memory."""
+    """Cache of the chunks of the 16 tensors whose chunks were created last; all would take too much memory."""
 
     _MAX_TENSORS = 16
 
@@ -65,6 +66,8 @@ class JoinedChunks(ComputedChunks):
         return iter(self.recent.of(self))
 
     def make_chunk(self, index: int) -> Chunk:
+        # The first chunk of every tensor is read, as its position in the files. It is created without the other chunks,
+        # which would replace those of another tensor in the cache.
         return next(self.create()) if index == 0 else self.recent.of(self)[index]
 
 
@@ -120,11 +123,12 @@ def _common_regions(by_rank: Sequence[Sequence[Region]]) -> list[Region]:
 def _overlaps(a: Sequence[Region], b: Sequence[Region]) -> Iterator[Region]:
     """Yield the intersections of two sequences of consecutive ranges of the same elements, in order."""
     i = j = 0
-    a_end, b_end = a[0].numel, b[0].numel
+    a_end, b_end = a[0].numel, b[0].numel  # number of elements up to the end of a[i], and up to the end of b[j]
     while True:
         part = a[i].intersect(b[j])
         assert part is not None
         yield part
+        # Advance where a range ends: in `a`, in `b`, or in both if they end at the same element.
         i, j = i + (a_end <= b_end), j + (b_end <= a_end)
         if i == len(a):
             return

@@ -63,7 +63,9 @@ def resolve_source(
         return path
     if not _HUB_ID.fullmatch(source):
         raise InputError(f"{source}: no such file or directory")
-    is_in_directory = path.parent.is_dir()  # a mistyped name of a file, rather than a Hub id
+    # If the parent directory exists, this is probably a mistyped path. It is still tried as a Hub id; only the error
+    # message differs.
+    is_in_directory = path.parent.is_dir()
     missing = f"no such file or directory in {path.parent}" if is_in_directory else "no such path"
     try:
         from huggingface_hub import is_offline_mode, snapshot_download

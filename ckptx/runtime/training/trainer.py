@@ -52,13 +52,13 @@ class StepMetrics:
     Attributes:
         step: Number of the step, from 1.
         epoch: Epoch of its first sample, from 0.
-        loss: Mean loss over the labels of the step, on all ranks.
+        loss: Mean loss over the labels of the step, of all data-parallel ranks.
         grad_norm: Norm of all gradients before clipping.
         lr: Learning rate of this step.
         mem: Peak memory of this rank so far in GiB: tensors on its GPU, or on a CPU its whole process.
         tps: Tokens per second over all ranks, without padding.
-        tps_per_gpu: Tokens per second and rank.
-        num_label_tokens: Number of labels of the step that are predicted, on all ranks.
+        tps_per_gpu: Tokens per second, per rank.
+        num_label_tokens: Number of predicted labels of the step, over all data-parallel ranks; 1 if there are none.
     """
 
     step: int
@@ -85,7 +85,7 @@ class Trainer:
 
     Attributes:
         recipe: Recipe of the run.
-        rank_context: Context of this rank.
+        rank_context: Rank and device of this process, and the number of ranks.
         source: Checkpoint that the run started from.
         resumed_from: Checkpoint that the run resumed from; None if it did not resume.
         dataset: Training data.
@@ -115,10 +115,11 @@ class Trainer:
             recipe: Recipe of the run.
             source: Checkpoint to start from.
             dataset: Training data.
-            rank_context: Context of this rank.
+            rank_context: Rank and device of this process, and the number of ranks.
             layout: Layout to use in place of the recipe's; None for the recipe's.
-            callbacks: Callbacks by event: "loaded", "resumed", "gradients" (before the optimizer step), "stepped". None
-                for none.
+            callbacks: Callbacks by event: "loaded" (at the end of this method), "resumed" (at the end of `resume`),
+                "gradients" (after the backward passes of a step, before clipping), "stepped" (after the optimizer step,
+                when the gradients are cleared). None for no callbacks.
 
         Raises:
             UnsupportedError: The class cannot run in this layout.
@@ -138,7 +139,8 @@ class Trainer:
         self.sampler = Sampler(len(dataset), seed=training.seed, global_batch=training.global_batch)
         self.random_state = RandomState(rank_context.device)
         seed(training.seed, mesh)
-        self._mixed_inputs = make_mixed_inputs(self.rank_model)  # ranks may have images or text in the same microbatch
+        # Lets only some data-parallel ranks have images in a microbatch; None with a pipeline, which does this itself.
+        self._mixed_inputs = make_mixed_inputs(self.rank_model)
         self._saver: Saver | None = None
         self._run_callback("loaded")
 
@@ -156,11 +158,10 @@ class Trainer:
         batches = self.microbatches(self.sampler.next_step())
         labels = [each[_LABELS] for each in batches]
         mesh, pipeline = self.rank_model.mesh, self.rank_model.pipeline
-        num_items = loss_divisor(labels, mesh)
+        labels_per_data_rank = loss_divisor(labels, mesh)
+        run_backward = self._backward if pipeline is None else self._backward_pipeline
         with translate_runtime_errors(self.rank_model.models[0]):
-            losses = (
-                self._backward(batches, num_items) if pipeline is None else self._backward_pipeline(batches, num_items)
-            )
+            own_loss = run_backward(batches, labels_per_data_rank)
         self._run_callback("gradients")
         max_norm = self.recipe.training.clip if self.recipe.training.clip is not None else float("inf")
         norm = (
@@ -171,15 +172,16 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self._run_callback("stepped")
-        tokens = sum(int(each.get("attention_mask", each["input_ids"] >= 0).sum()) for each in batches)
-        gathered = all_gather_object((losses, tokens, self._reports_metrics()))
+        masks = (each.get("attention_mask", torch.ones_like(each["input_ids"])) for each in batches)
+        tokens = sum(int(mask.sum()) for mask in masks)
+        gathered = all_gather_object((own_loss, tokens, self._reports_metrics()))
         losses_by_rank = [loss for loss, _, is_counted in gathered if is_counted]
         seconds = time.perf_counter() - begin
         tps = sum(each for _, each, is_counted in gathered if is_counted) / seconds
         return StepMetrics(
             self.completed_steps, epoch, sum(losses_by_rank) / len(losses_by_rank), float(norm), lr,
             _read_peak_gib(self.rank_context.device),
-            tps, tps / self.rank_context.world_size, round(float(num_items) * self._data_ranks()),
+            tps, tps / self.rank_context.world_size, round(float(labels_per_data_rank) * self._num_data_ranks()),
         )  # fmt: skip
 
     def microbatches(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -191,14 +193,14 @@ class Trainer:
             indices: Indices of the samples of the step, of all data-parallel ranks.
         """
         training = self.recipe.training
-        own_indices = split_over_ranks(indices, self.data_rank, self._data_ranks())
+        own_indices = split_over_ranks(indices, self.data_rank, self._num_data_ranks())
         size = training.microbatch if self.rank_model.pipeline_plan is not None else training.local_batch
         index_groups = [own_indices[begin : begin + size] for begin in range(0, len(own_indices), size)]
         microbatches = [collate([self.dataset[index] for index in each]) for each in index_groups]
         return [{name: self._to_device(value) for name, value in each.items()} for each in microbatches]
 
     def state(self) -> dict[str, Any]:
-        """Return the state other than model and optimizer, for `save(training_state=...)`."""
+        """Return the state other than model and optimizer: `training_state` of `ckptx.runtime.save`."""
         return {"scheduler": self.scheduler, "sampler": self.sampler, "rng": PerRank(self.random_state)}
 
     def save(self, path: Path) -> None:
@@ -210,12 +212,13 @@ class Trainer:
         Args:
             path: `StepDirectories(root).path(step)` of this step.
         """
-        steps, step, keep = StepDirectories(path.parent), self.completed_steps, self.recipe.checkpoint.keep
+        step_directories = StepDirectories(path.parent)
+        step, keep = self.completed_steps, self.recipe.checkpoint.keep
 
         def on_published() -> None:
-            steps.mark_latest(step)
+            step_directories.mark_latest(step)
             if keep is not None:
-                steps.retain(keep)
+                step_directories.retain(keep)
 
         options: dict[str, Any] = {
             "layout": self.rank_model.layout, "step": step, "base": self.source, "training_state": self.state(),
@@ -258,10 +261,10 @@ class Trainer:
             load_training_state(path, {"rng": PerRank(self.random_state)}, mesh=mesh)
         except UnsupportedError:
             seed(_derive_seed(self.recipe.training.seed, self.completed_steps), mesh)
-            dropout = "; dropout is 0" if self.recipe.training.dropout == 0 else ""
+            suffix = "; dropout is 0" if self.recipe.training.dropout == 0 else ""
             self.notes.append(
                 "the checkpoint was saved with another number of data-parallel ranks or stages, so its RNG state is "
-                f"not restored; random numbers are seeded from the seed, the step and the data-parallel rank{dropout}"
+                f"not restored; random numbers are seeded from the seed, the step and the data-parallel rank{suffix}"
             )
         self._run_callback("resumed")
 
@@ -293,10 +296,10 @@ class Trainer:
             model.eval()
         arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in batches]
 
-        def collect_logits(output: Any, _: int) -> Tensor:
+        def collect_logits(output: Any, _: int) -> Tensor:  # a loss function for `Pipeline.forward`
             logits = output.logits.full_tensor() if hasattr(output.logits, "full_tensor") else output.logits
             logits_list.append(logits.detach().float().cpu())
-            return logits.float().mean()
+            return logits.float().mean()  # not used, but `Pipeline.forward` collects a loss per microbatch
 
         with translate_runtime_errors(models[0]):
             if pipeline is not None:
@@ -321,41 +324,41 @@ class Trainer:
         self.rank_model.release()
         self._mixed_inputs, self._callbacks = None, {}
 
-    def _backward(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
+    def _backward(self, batches: Sequence[Mapping[str, Tensor]], labels_per_data_rank: Tensor) -> float:
         """Run forward and backward of each microbatch.
 
         Args:
             batches: Microbatches of this data-parallel rank, with labels.
-            num_items: Divisor from `loss_divisor`.
+            labels_per_data_rank: Divisor of each microbatch's summed loss, from `loss_divisor`.
 
         Returns:
-            The sum of the losses. Its mean over data-parallel ranks is the loss of the step.
+            The sum of the microbatches' losses. Its mean over data-parallel ranks is the loss of the step.
         """
         model, total = self.rank_model.models[0], 0.0
         assert self._mixed_inputs is not None
         for index, batch in enumerate(batches):
             arguments = {name: value for name, value in batch.items() if name != _LABELS}
             with self._mixed_inputs.microbatch(arguments, is_last=index == len(batches) - 1):
-                loss = causal_lm_loss(model(**arguments).logits, batch[_LABELS], num_items_in_batch=num_items)
+                loss = causal_lm_loss(
+                    model(**arguments).logits, batch[_LABELS], num_items_in_batch=labels_per_data_rank
+                )
                 loss.backward()
             total += float(loss.detach())
         return total
 
-    def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], num_items: Tensor) -> float:
-        """Run the pipeline once for each `local_batch` samples.
+    def _backward_pipeline(self, batches: Sequence[Mapping[str, Tensor]], labels_per_data_rank: Tensor) -> float:
+        """Run the pipeline once for every `local_batch` samples, and accumulate the gradients of these runs.
 
         Arguments and result are those of `_backward`; the result is 0 on ranks without the last stage.
         """
         assert self.rank_model.pipeline is not None
-        count = self.recipe.training.local_batch // self.recipe.training.microbatch
+        microbatches_per_run = self.recipe.training.local_batch // self.recipe.training.microbatch
         total = 0.0
-        for begin in range(0, len(batches), count):
-            step_batches = batches[begin : begin + count]
-            arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in step_batches]
-            losses = self.rank_model.pipeline.step(
-                arguments, make_loss([each[_LABELS] for each in step_batches], num_items)
-            )
-            total += sum(map(float, losses))
+        for begin in range(0, len(batches), microbatches_per_run):
+            run_batches = batches[begin : begin + microbatches_per_run]
+            arguments = [{name: value for name, value in each.items() if name != _LABELS} for each in run_batches]
+            loss = make_loss([each[_LABELS] for each in run_batches], labels_per_data_rank)
+            total += sum(map(float, self.rank_model.pipeline.step(arguments, loss)))
         return total
 
     def _reports_metrics(self) -> bool:
@@ -364,7 +367,7 @@ class Trainer:
         has_loss = plan is None or plan.stages.count - 1 in self.rank_model.stages
         return has_loss and mesh["tp"].get_local_rank() == 0
 
-    def _data_ranks(self) -> int:
+    def _num_data_ranks(self) -> int:
         return self.recipe.layout.dims.dp
 
     def _to_device(self, value: Tensor) -> Tensor:
@@ -376,9 +379,9 @@ class Trainer:
             self._callbacks[event](self)
 
 
-def _derive_seed(number: int, step: int) -> int:
-    """Return a seed of 63 bits that depends on a seed and a step."""
-    return int.from_bytes(blake2b(f"{number} {step}".encode(), digest_size=8).digest(), "little") >> 1
+def _derive_seed(base_seed: int, step: int) -> int:
+    """Return a seed of 63 bits that depends on the seed of the run and a step."""
+    return int.from_bytes(blake2b(f"{base_seed} {step}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _read_peak_gib(device: torch.device) -> float:

@@ -1,8 +1,8 @@
-"""Makes a pipeline stage of a model: the same model, without the parameters of other stages.
+"""Make a pipeline stage of a model: the same model, without the parameters of other stages.
 
     layer, embedding, tower, norm or head of another stage      returns NaN in the structure of the original output
     the list of layers                                          keeps its length, so that indices stay correct
-    other parameter of another stage                            is NaN, and takes no memory
+    other parameter of another stage                            is NaN, expanded from one stored element
     everything else                                             is unchanged, and runs on every stage
 
 Values that a stage lacks are injected into the arguments of the calls that need them: see `boundaries`.
@@ -50,6 +50,7 @@ class Stub(nn.Module):  # type: ignore[misc]
             device: Device of the NaN tensors that stand for attributes of the original.
         """
         super().__init__()
+        # Not registered as a submodule, so that `parameters()`, `state_dict()` and `to()` do not include the original.
         object.__setattr__(self, "_original", original)
         self._output_structure = output_structure
         self._device = device
@@ -107,7 +108,7 @@ def make_stage(
         UnsupportedError: A module other than a layer belongs to several stages.
     """
     path_modules = set(modules_on_layer_path(stages))
-    modules_after = {name for stack in stages.stacks for name in stack.after}
+    names_after_layers = {name for stack in stages.stacks for name in stack.after}  # modules or parameters
 
     def strip(module: nn.Module, path: str) -> None:
         prefix = f"{path}." if path else ""
@@ -131,9 +132,11 @@ def make_stage(
             for key, tensor in list(tensors.items()):
                 if tensor is not None and key in stored and stages.stage_of(f"{prefix}{key}") != stage:
                     del tensors[key]
-                    # A parameter after the layers, such as a final bias, becomes a scalar: the stub before it returns
-                    # the shape of its own input, and a scalar can be added to any shape.
-                    shape = () if f"{prefix}{key}" in modules_after else tensor.shape
+                    # A parameter that is used after the last layer, such as a final bias, becomes a scalar. The module
+                    # before it is a stub here, whose output has the shape of its input instead of its usual shape; a
+                    # scalar broadcasts to any shape.
+                    shape = () if f"{prefix}{key}" in names_after_layers else tensor.shape
+                    # A plain attribute, which is in neither `parameters()` nor `state_dict()`.
                     object.__setattr__(module, key, _make_nan(shape, tensor.dtype, device))
 
     strip(model, "")
