@@ -13,6 +13,7 @@ PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := $(VENV)/bin
 # Packages that `make judges` compares with.
 JUDGES ?= compressed-tensors==0.20.0 loguru megatron-core==0.16.1 nemo_automodel==0.7.0 torch_checkpointing==0.1.1 \
+	torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 shtab==1.13.0 typeguard==4.6.1 \
 	deepspeed==0.19.8 annotated_types einops hjson msgpack ninja py-cpuinfo pydantic==2.14.4 pydantic_core==2.50.5 typing_inspection
 # Tests and benchmarks start processes; with this variable set, each of them would compile ckptx again.
 unexport PYTHONDONTWRITEBYTECODE
