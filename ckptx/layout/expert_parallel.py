@@ -105,7 +105,7 @@ def expert_blocks(
         UsageError: The experts, rows or columns cannot be divided equally.
     """
     ep, num_inner_ranks = dims.ep, dims.tp * dims.dp_shard // dims.ep
-    _check_count(name, count, ep)
+    check_expert_count(name, count, ep, f"--ep {ep}")
     experts_per_rank = count // ep
     if inner == "experts" and experts_per_rank % num_inner_ranks:
         raise UsageError(
@@ -132,8 +132,14 @@ def expert_blocks(
     return _blocks_by_dim(shape, ep, num_inner_ranks, ep_rank, dim)
 
 
-def _check_count(name: str, count: int, ep: int) -> None:
-    """Check that `ep` divides the number of experts.
+def check_expert_count(name: str, count: int, ep: int, option: str) -> None:
+    """Check that the number of EP ranks divides the number of experts.
+
+    Args:
+        name: Name of a tensor of these experts.
+        count: Number of experts of the layer.
+        ep: Number of EP ranks.
+        option: Option that sets `ep`, with its value.
 
     Raises:
         UsageError: It does not.
@@ -141,7 +147,7 @@ def _check_count(name: str, count: int, ep: int) -> None:
     if count % ep:
         sizes = [str(size) for size in range(1, count + 1) if count % size == 0]
         raise UsageError(
-            f'--ep {ep}: must divide the number of experts, but "{name}" belongs to a layer with {count}; use one of '
+            f'{option}: must divide the number of experts, but "{name}" belongs to a layer with {count}; use one of '
             f"{', '.join(sizes)}"
         )
 

@@ -362,6 +362,23 @@ class ToHfOptions(ConversionOptions, kw_only=False):
         ),
     ] = None
 
+    group_experts: Annotated[
+        int | None,
+        Option(
+            "Write the experts of each of N expert-parallel ranks to separate files, so that an engine that skips the "
+            "experts of other ranks skips whole files. N divides the number of experts; rank 0 has the first ones.",
+            OUTPUT_CHECKPOINT,
+            minimum=2,
+            maximum=MAX_RANKS,
+            default="not set",
+        ),
+    ] = None
+
+    @property
+    def sets_files(self) -> bool:
+        """Return True if options determine which tensors share a file."""
+        return self.max_shard_size is not None or self.group_experts is not None
+
     @property
     def shard_bytes(self) -> int:
         """Return the maximum bytes of tensors in a safetensors shard."""

@@ -93,7 +93,7 @@ def test_a_stored_name_without_experts_is_found_by_its_model_name() -> None:
         ),
         ({**FUSED, "l.0.mlp.input_linear.weight": (4, 8, 6)}, 'experts are in "l.0.mlp.input_linear.weight"'),
         ({**FUSED, "l.0.mlp.experts.other": (3, 6)}, "different sizes along dim 0, 4 and 3"),
-        ({name: shape for name, shape in SINGLE.items() if ".1." not in name}, "has 3 experts, but no expert 1"),
+        ({name: shape for name, shape in SINGLE.items() if ".1." not in name}, "has 4 experts, but no expert 1"),
         ({**FUSED, "l.0.mlp.experts.7.up.weight": (8, 6)}, "has 4 experts, but no expert 0"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,44 @@ def test_what_cannot_be_divided_is_refused(
     with pytest.raises(CkptxError, match=said) as refused:
         ckptx.reshard(checkpoints(model), tmp_path / "cut", **options)
     assert refused.value.exit_code == code and not (tmp_path / "cut").exists()
+
+
+# Files of Hugging Face by EP rank
+
+
+@pytest.mark.parametrize("model", slow_but(["mixtral", "qwen3-moe", "deepseek-v3", "glm4-moe"], ["deepseek-v3"]))
+@pytest.mark.parametrize("ep", [2, 4])
+def test_the_experts_of_an_ep_rank_have_files_of_their_own(
+    checkpoints: Any, tmp_path: Path, model: str, ep: int
+) -> None:
+    hf, grouped = checkpoints(model), tmp_path / "grouped"
+    ckptx.convert("to-dcp", hf, tmp_path / "dcp")
+    ckptx.convert("to-hf", tmp_path / "dcp", grouped, group_experts=ep, max_shard_size="6KB")
+    files = json.loads((grouped / "model.safetensors.index.json").read_text())["weight_map"]
+    ranks: dict[str, set[int | None]] = defaultdict(set)
+    for name, file in files.items():
+        position = find_position(name, (1, 1))
+        ranks[file].add(None if position is None or position.expert is None else position.expert // (4 // ep))
+    assert {rank for held in ranks.values() for rank in held} == {None, *range(ep)}
+    assert all(len(held) == 1 for held in ranks.values())
+    assert ckptx.verify(hf, grouped).ok
+    inputs = EVERY[model].inputs()
+    assert all(
+        torch.equal(a, b) for a, b in zip(outputs(load(grouped), inputs), outputs(load(hf), inputs), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "said"),
+    [
+        ("gpt-oss", 2, "has all experts of a layer, which would be in the files of one EP rank"),
+        ("qwen3-moe", 3, "--group-experts 3: must divide the number of experts, .* use one of 1, 2, 4$"),
+        ("qwen3", 2, "--group-experts 2: the checkpoint has no experts; leave out --group-experts"),
+    ],
+)
+def test_experts_that_cannot_be_grouped_are_refused(
+    checkpoints: Any, tmp_path: Path, model: str, ep: int, said: str
+) -> None:
+    with pytest.raises(CkptxError, match=said):
+        ckptx.convert("to-hf", checkpoints(model), tmp_path / "grouped", group_experts=ep)
+    assert not (tmp_path / "grouped").exists()

@@ -60,9 +60,7 @@ class HuggingFaceFormat(OutputFormat):
             InputError: No files can be restored, and there is neither a config nor `--base`.
         """
         options = self.options
-        has_other_options = (
-            options.dtype != "auto" or options.max_shard_size is not None or options.tied != "auto" or view.prefix
-        )
+        has_other_options = options.dtype != "auto" or options.sets_files or options.tied != "auto" or view.prefix
         restoration = Restoration()
         if not (
             has_other_options or base.catalog is not None or options.base == "none" or options.names not in (None, "hf")
@@ -83,7 +81,13 @@ class HuggingFaceFormat(OutputFormat):
             layout = plan_recorded_files(dst, original, target.tensors, str(contents.base.catalog.root))
         else:
             files = self._base_file_numbers(contents.base, target, notes)
-            layout = huggingface_layout.allocate(dst, target.tensors.values(), options.shard_bytes, files)
+            groups = None
+            if options.group_experts is not None:
+                from ckptx.model_view.experts import ep_ranks_of_experts  # not needed for other conversions
+
+                option = f"--group-experts {options.group_experts}"
+                groups = ep_ranks_of_experts(target.tensors, options.group_experts, option)
+            layout = huggingface_layout.allocate(dst, target.tensors.values(), options.shard_bytes, files, groups)
         if options.index == "always":
             layout = huggingface_layout.with_index(layout)
         recorded_digests = {} if restored is None else restored.digests
@@ -120,7 +124,7 @@ class HuggingFaceFormat(OutputFormat):
     def _files_of_base(self, base: BaseCheckpoint, target: TargetTensors) -> OriginalFiles | None:
         """Return the files of the base if the output is quantized like it and has the same tensors; else None."""
         catalog = base.catalog
-        if not self.quantizes or catalog is None or self.options.max_shard_size is not None:
+        if not self.quantizes or catalog is None or self.options.sets_files:
             return None
         if {name: (each.dtype, each.shape) for name, each in target.tensors.items()} != {
             name: (each.dtype, each.shape) for name, each in catalog.tensors.items()
@@ -135,7 +139,7 @@ class HuggingFaceFormat(OutputFormat):
 
         `notes` receives a note on names in the base that the target does not have.
         """
-        has_other_options = self.options.max_shard_size is not None or self.options.names not in (None, "hf")
+        has_other_options = self.options.sets_files or self.options.names not in (None, "hf")
         if has_other_options or base.file_numbers.keys().isdisjoint(target.tensors):
             return None
         unstored_names = [name for name in base.file_numbers if name not in target.tensors]

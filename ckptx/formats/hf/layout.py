@@ -34,7 +34,11 @@ class HuggingFaceLayout(NamedTuple):
 
 
 def allocate(
-    root: Location, tensors: Iterable[TensorEntry], max_shard_size: int, file_numbers: Mapping[str, int] | None = None
+    root: Location,
+    tensors: Iterable[TensorEntry],
+    max_shard_size: int,
+    file_numbers: Mapping[str, int] | None = None,
+    groups: Mapping[str, int] | None = None,
 ) -> HuggingFaceLayout:
     """Fill shards in natural order of names.
 
@@ -46,6 +50,8 @@ def allocate(
         max_shard_size: Maximum bytes of tensors in a shard; a larger tensor gets a shard of its own.
         file_numbers: Tensor name -> number of its shard; tensors without a number go to the shard with the highest
             number, and `max_shard_size` is ignored. None or empty to split by size.
+        groups: Tensor name -> number of its group. Each group gets its own shards, and tensors without a group come
+            first. None for no groups; unused with `file_numbers`.
 
     Raises:
         UnsupportedError: safetensors cannot hold a dtype.
@@ -56,7 +62,10 @@ def allocate(
             raise UnsupportedError(
                 f'tensor "{entry.name}" has dtype {entry.dtype}, which safetensors cannot hold; write a DCP instead'
             )
-    shards = _shards_by_number(entries, file_numbers) if file_numbers else _shards_by_size(entries, max_shard_size)
+    if file_numbers:
+        shards = _shards_by_number(entries, file_numbers)
+    else:
+        shards = _shards_by_size(entries, max_shard_size, groups or {})
     total = len(shards)
     names = [SINGLE_FILE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     catalog, prologues = Catalog(root, "huggingface", {}), {}
@@ -68,15 +77,25 @@ def allocate(
     return HuggingFaceLayout(catalog, prologues, INDEX_FILE, _format_index(catalog))
 
 
-def _shards_by_size(entries: Iterable[TensorEntry], max_size: int) -> list[list[TensorEntry]]:
+def _shards_by_size(
+    entries: Iterable[TensorEntry], max_size: int, groups: Mapping[str, int]
+) -> list[list[TensorEntry]]:
+    """Fill shards up to a size, those of each group separately.
+
+    Args:
+        entries: Tensors in the order to write them.
+        max_size: Maximum bytes of tensors in a shard.
+        groups: Tensor name -> number of its group.
+    """
     shards: list[list[TensorEntry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.nbytes > max_size:
+    size, group = 0, -1
+    for entry in sorted(entries, key=lambda entry: groups.get(entry.name, -1)):  # a stable sort
+        entry_group = groups.get(entry.name, -1)
+        if shards[-1] and (size + entry.nbytes > max_size or entry_group != group):
             shards.append([])
             size = 0
         shards[-1].append(entry)
-        size += entry.nbytes
+        size, group = size + entry.nbytes, entry_group
     return shards
 
 
