@@ -28,7 +28,8 @@ from ckptx.layout.parallel_dims import ParallelDims
 InnerSharding = Literal["experts", "rows", "columns"]
 INNER_SHARDINGS: tuple[InnerSharding, ...] = get_args(InnerSharding)
 
-_MODULE = "experts"  # name of the module that holds the experts, in every class of transformers and in torchtitan
+# Names of the module that holds the experts: in every class of transformers, and in torchtitan 0.3.
+_MODULES = ("experts", "inner_experts")
 _INDEXED = re.compile(r"(?:expert_)?(0|[1-9][0-9]{0,8})")  # `experts.3`; `experts.expert_3` in NLLB and Switch
 
 
@@ -55,10 +56,8 @@ def find_position(name: str, shape: Shape) -> ExpertPosition | None:
         model.layers.3.mlp.shared_experts.up_proj.weight    -> None
     """
     components = name.split(".")
-    if _MODULE not in components[:-1]:
-        return None
-    begin = len(components) - 1 - components[::-1].index(_MODULE)
-    if begin == len(components) - 1:
+    begin = max((i for i, component in enumerate(components[:-1]) if component in _MODULES), default=None)
+    if begin is None:
         return None
     module, below = ".".join(components[: begin + 1]), components[begin + 1 :]
     indexed = _INDEXED.fullmatch(below[0])
@@ -68,8 +67,8 @@ def find_position(name: str, shape: Shape) -> ExpertPosition | None:
 
 
 def is_below_experts(name: str) -> bool:
-    """Return True if a module around the tensor is called `experts`."""
-    return _MODULE in name.split(".")[:-1]
+    """Return True if a module around the tensor has a name of a module that holds experts."""
+    return any(component in _MODULES for component in name.split(".")[:-1])
 
 
 def expert_blocks(

@@ -91,7 +91,8 @@ def _find_positions(
         loaded = None if position is not None else model_name(name)
         if loaded is not None and loaded != name:
             position = find_position(loaded, entry.shape)
-        if position is not None:
+        # A name that shows no experts, but is loaded as one expert, is a tensor of several in an unknown form.
+        if position is not None and (loaded is None or position.expert is None):
             yield name, position
         elif len(entry.shape) > 1 and (is_below_experts(name) or (loaded is not None and is_below_experts(loaded))):
             raise _unknown_form(name, entry.shape, option)

@@ -66,6 +66,11 @@ def test_another_order_of_ranks_would_be_noticed(answers: Answers) -> None:
         ("model.layers.3.mlp.experts.gate_up_proj_bias", (8, 4), ("model.layers.3.mlp.experts", None)),
         ("model.layers.3.mlp.experts.gate_up_proj_blocks", (8, 4, 2, 16), ("model.layers.3.mlp.experts", None)),
         ("layers.0.moe.experts.w1_EFD", (8, 4, 2), ("layers.0.moe.experts", None)),
+        (
+            "layers.0.moe.routed_experts.inner_experts.w1_EFD",
+            (8, 4, 2),
+            ("layers.0.moe.routed_experts.inner_experts", None),
+        ),
         ("model.layers.3.mlp.experts.17.up_proj.weight", (4, 2), ("model.layers.3.mlp.experts", 17)),
         ("model.layers.3.mlp.experts.17.up_proj.weight_scale", (), ("model.layers.3.mlp.experts", 17)),
         ("model.layers.3.ffn.experts.expert_5.fc1.bias", (4,), ("model.layers.3.ffn.experts", 5)),

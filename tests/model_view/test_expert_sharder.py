@@ -84,6 +84,12 @@ def test_a_stored_name_without_experts_is_found_by_its_model_name() -> None:
     assert placed({stored: (4, 8, 6)}, {stored: model}) == {stored: dict.fromkeys(range(4), (1, 8, 6))}
 
 
+def test_a_stored_name_without_experts_is_not_that_of_one_expert() -> None:
+    """A fused tensor of a trainer whose rules name the first of the tensors that it is made of."""
+    with pytest.raises(UnsupportedError, match=r'does not know where the experts are in "l\.0\.moe\.weights"'):
+        placed({**FUSED, "l.0.moe.weights": (4, 8, 6)}, {"l.0.moe.weights": "l.0.mlp.experts.0.up.weight"})
+
+
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [

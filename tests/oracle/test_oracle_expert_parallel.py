@@ -27,6 +27,7 @@ MODELS = (
     "qwen3-next",
 )  # fmt: skip
 FORMS = [("dcp", None), ("dcp", "model"), ("safetensors", None)]
+TITAN_MODELS = ("qwen3-moe", "deepseek-v3")
 INNER_DIMS = {"experts": 0, "rows": 1, "columns": 2}
 MESH = {"tp": 2, "dp_shard": 2}
 
@@ -67,12 +68,13 @@ def shapes_of(blocks: Blocks) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("model", "form", "inner"),
     slow_but(
-        product(MODELS, FORMS, INNER_SHARDINGS),
+        [*product(MODELS, FORMS, INNER_SHARDINGS), *product(TITAN_MODELS, [("dcp", "torchtitan")], INNER_SHARDINGS)],
         [
             ("mixtral", ("dcp", "model"), "experts"),
             ("qwen3-moe", ("dcp", None), "rows"),
             ("gpt-oss", ("safetensors", None), "columns"),
             ("deepseek-v3", ("safetensors", None), "experts"),
+            ("qwen3-moe", ("dcp", "torchtitan"), "rows"),
         ],
     ),
 )
