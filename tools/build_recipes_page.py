@@ -16,7 +16,7 @@ from msgspec import NODEFAULT, structs
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a checkout, installed or not
 
-from ckptx.runtime.training.recipe import RecipeKeys, TrainerBlock
+from ckptx.runtime.training.recipe import RecipeKeys
 from ckptx.runtime.training.recipe_schema import describe_type, is_block
 
 PATH = Path(__file__).parent.parent / "docs" / "recipes.md"
@@ -35,9 +35,9 @@ _BEGIN, _END = "<!-- the tables of tools/build_recipes_page.py -->\n", "<!-- end
 def blocks() -> Iterator[tuple[str, Any]]:
     """Yield the key and the class of each block."""
     for each in structs.fields(RecipeKeys):
-        if is_block(each.type):
-            yield each.name, each.type
-    yield "trainer", TrainerBlock
+        block = next(filter(is_block, (each.type, *get_args(each.type))), None)
+        if block is not None:
+            yield each.name, block
 
 
 def meanings_of(cls: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 model                         the checkpoint of `make demo`
 MODEL                         a small checkpoint of the same class
+MODEL-MOE                     a small Qwen3 MoE with 16 experts in each of 8 layers
 MODEL-FP8                     MODEL with the projections in fp8, in blocks of 32 x 32
 ADAPTER                       a LoRA adapter of MODEL for q_proj and v_proj, as PEFT saves it
 ADAPTER-2                     the same for q_proj and o_proj
@@ -33,7 +34,7 @@ import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ckptx
 
@@ -53,6 +54,9 @@ def write_checkpoints(directory: Path) -> None:
     state, trained = model.state_dict(), dict(model.named_parameters())  # in `trained`, tied parameters are once
     assert any(not torch.equal(value, value.bfloat16().float()) for value in state.values())
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory / "MODEL")
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+    moe.to(torch.bfloat16).save_pretrained(directory / "MODEL-MOE")
     _write_fp8(directory / "MODEL", directory / "MODEL-FP8")
     _write_adapter(directory / "MODEL", directory / "ADAPTER", ["q_proj", "v_proj"], directory / "step-lora")
     _write_adapter(directory / "MODEL", directory / "ADAPTER-2", ["q_proj", "o_proj"])

@@ -178,7 +178,7 @@ def group_tensors(catalog: Catalog, config: AdapterConfig) -> Adapter:
                 )
             if kind not in _KINDS or parts.setdefault(match["module"], {}).setdefault(kind, entry) is not entry:
                 raise InputError(
-                    f'{catalog.location}: tensor "{stored_name}" is a second or an unknown tensor of layer '
+                    f'{catalog.location}: tensor "{stored_name}" is a second or an unknown tensor of module '
                     f'"{match["module"]}"; save one adapter into each directory'
                 )
             continue
@@ -252,7 +252,7 @@ def _make_factors(catalog: Catalog, module: str, found: Mapping[str, TensorEntry
     if found.keys() != {"A", "B"} or any(len(entry.shape) != 2 for entry in found.values()):
         shapes = ", ".join(f"{key} {list(entry.shape)}" for key, entry in found.items())
         raise InputError(
-            f'{catalog.location}: layer "{module}" has {shapes}, '
+            f'{catalog.location}: module "{module}" has {shapes}, '
             "but A [experts * rank, in] and B [out, rank * experts] are required; save the adapter again"
         )
     return ParameterFactors(found["A"], found["B"])
@@ -272,31 +272,31 @@ def _make_layer(catalog: Catalog, config: AdapterConfig, module: str, found: Map
         missing = names[0] if a is None else names[1]
         some = next(iter(found.values())).name
         raise InputError(
-            f'{catalog.location}: layer "{module}" has "{some}" but no lora_{missing}; the adapter is incomplete, save '
-            "it again"
+            f'{catalog.location}: module "{module}" has "{some}" but no lora_{missing}; the adapter is incomplete, '
+            "save it again"
         )
     if (config.rank_pattern or config.alpha_pattern) and len(module) > MAX_MATCHED_NAME:
         raise UnsupportedError(
-            f'{catalog.location}: layer "{module:.80}..." has a name of {len(module):,} characters, and names up to '
+            f'{catalog.location}: module "{module:.80}..." has a name of {len(module):,} characters, and names up to '
             f"{MAX_MATCHED_NAME} are matched with rank_pattern and alpha_pattern; merge it with PEFT"
         )
     rank = config.layer_rank(module)
     if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[0] != b.shape[1] or any(size != 1 for size in b.shape[2:]):
         raise InputError(
-            f'{catalog.location}: layer "{module}": A has shape {list(a.shape)} and B {list(b.shape)}, but '
+            f'{catalog.location}: module "{module}": A has shape {list(a.shape)} and B {list(b.shape)}, but '
             "[rank, in] and [out, rank] are required; a rank saved its own part of them, or the file is damaged; save "
             "the adapter again"
         )
     if a.shape[0] != rank:
         raise InputError(
-            f'{catalog.location}: layer "{module}": A and B have rank {a.shape[0]}, but the config gives it rank '
+            f'{catalog.location}: module "{module}": A and B have rank {a.shape[0]}, but the config gives it rank '
             f"{rank} (r, rank_pattern); pass the config that the adapter was trained with"
         )
     magnitude, bias = found.get("magnitude_vector"), found.get("B.bias")
     if config.use_dora != (magnitude is not None):
         stated = "use_dora is true" if config.use_dora else "use_dora is false"
         raise InputError(
-            f'{catalog.location}: layer "{module}" has {"no " if magnitude is None else "a "}lora_magnitude_vector, '
+            f'{catalog.location}: module "{module}" has {"no " if magnitude is None else "a "}lora_magnitude_vector, '
             f"but {stated} in the config; pass the config that the adapter was trained with"
         )
     for entry in (magnitude, bias):

@@ -52,7 +52,7 @@ class Changes:
         location = str(adapter.catalog.location)
         if factor != 1 and adapter.replaced:
             raise UnsupportedError(
-                f'{location}: a factor of {factor:g} applies to its layers only, and it also replaces "'
+                f'{location}: a factor of {factor:g} applies to B * A only, and the adapter also replaces "'
                 f'{next(iter(adapter.replaced))}" (modules_to_save or biases); merge it with a factor of 1'
             )
         for layer in adapter.layers.values():

@@ -31,7 +31,7 @@ _ROOT = "base_model.model."
 _TITAN_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<kind>[ab])\.weight")
 OPTIMIZER_REASON = "optimizer state is not converted to PEFT"
 STATE_REASON = "training state is not converted to PEFT"
-BASE_REASON = "weight of the base model, which is no part of the adapter"
+BASE_REASON = "weight of the base model, not part of the adapter"
 
 
 @dataclass(frozen=True, slots=True)

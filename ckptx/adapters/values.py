@@ -24,10 +24,10 @@ def check_values(adapter: Adapter, files: SourceFiles) -> list[str]:
         files: Its files.
 
     Returns:
-        Notes for the user: layers that change nothing, because B (or A) is zero.
+        Notes for the user: modules that the adapter does not change, because B (or A) is zero.
 
     Raises:
-        InputError: A value is NaN or infinite, or no layer changes anything.
+        InputError: A value is NaN or infinite, or the adapter changes nothing.
     """
     reader = TensorReader(files)
     zero = []
@@ -47,12 +47,12 @@ def check_values(adapter: Adapter, files: SourceFiles) -> list[str]:
     total = len(adapter.layers) + sum(map(len, adapter.parameters.values()))
     if len(zero) == total and not adapter.replaced:
         raise InputError(
-            f"{adapter.catalog.location}: B is zero in every layer, so that the adapter changes nothing; it was saved "
+            f"{adapter.catalog.location}: B is zero in every module, so that the adapter changes nothing; it was saved "
             "before training or incompletely, save it again"
         )
     note = (
-        f"{adapter.catalog.location}: B is zero in {counted(len(zero), 'layer')} of {total:,}, which "
-        f"change nothing: {first_of(zero)}"
+        f"{adapter.catalog.location}: B is zero in {len(zero):,} of {counted(total, 'module')}, which the "
+        f"adapter does not change: {first_of(zero)}"
     )
     return [note]
 

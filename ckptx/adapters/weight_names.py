@@ -16,6 +16,7 @@ from ckptx.catalog.region import Region, full_region
 from ckptx.errors import CkptxError, InputError, UnsupportedError
 from ckptx.mapping.names import pattern_of
 from ckptx.model_view.view import ModelView, rules_of
+from ckptx.wording import first_of
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class WeightNames:
         for spelling in spellings:
             if spelling in self.parts:
                 raise UnsupportedError(
-                    f'{adapter}: changes "{name}", which {location} stores as "{self.parts[spelling][0]}" and others, '
-                    "in another order; merge the adapter with PEFT"
+                    f'{adapter}: changes "{name}", which {location} stores in another form '
+                    f"({first_of(self.parts[spelling])}); merge the adapter with PEFT"
                 )
         raise InputError(
             f'{adapter}: changes "{name}", which {location} does not have; pass the model that the adapter was '
@@ -156,7 +157,7 @@ class WeightNames:
         if not is_plain and not is_transposed:
             required = transposed_shape if layer.is_embedding else plain_shape
             raise InputError(
-                f'{adapter}: layer "{layer.module}" is for a weight of shape {list(required)}, but "{weight.name}" in '
+                f'{adapter}: module "{layer.module}" is for a weight of shape {list(required)}, but "{weight.name}" in '
                 f"{self.view.catalog.location} has {list(weight.shape)}; pass the model that the adapter was trained on"
             )
         if not (is_plain and is_transposed):

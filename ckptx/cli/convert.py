@@ -41,8 +41,8 @@ def convert_group(**_: object) -> None:
     """Convert a checkpoint to a torch DCP, to HF safetensors or to Megatron torch_dist, or its adapter to PEFT.
 
     The format of the source is detected: HF safetensors, pytorch_model.bin, a dict saved with torch.save, a torch DCP
-    (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed files, files of meta-pytorch's
-    torch_checkpointing, or sharded safetensors (with the shards of one rank in each file, as reshard writes).
+    (also Megatron torch_dist), per-rank FSDP files (verl), DeepSpeed, torch_checkpointing (of meta-pytorch), or sharded
+    safetensors (each file has the shards of one rank, as reshard writes).
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:
@@ -82,7 +82,7 @@ def to_dcp(call: CommandCall) -> int:
 def to_hf(call: CommandCall) -> int:
     """Convert a checkpoint to HF safetensors with config and tokenizer (alias: ckptx convert dcp2hf).
 
-    Optimizer state is dropped, because safetensors cannot hold it. Under torchrun, as in the last example, the
+    Optimizer state is dropped, because HF checkpoints have no place for it. Under torchrun, as in the last example, the
     processes share the work.
     """
     return _run(call)
@@ -99,7 +99,7 @@ def to_hf(call: CommandCall) -> int:
 def to_megatron(call: CommandCall) -> int:
     """Convert a checkpoint to a Megatron torch_dist directory, which loads at any TP x PP x EP.
 
-    Weights only: optimizer state is dropped. Megatron-LM loads it with --load DST --dist-ckpt-strictness
+    The output has weights only: optimizer state is dropped. Megatron-LM loads it with --load DST --dist-ckpt-strictness
     log_unexpected. Under torchrun, as in the last example, the processes share the work.
     """
     return _run(call)
@@ -116,9 +116,11 @@ def to_megatron(call: CommandCall) -> int:
 def to_peft(call: CommandCall) -> int:
     """Convert the LoRA adapter in a training checkpoint to adapter_model.safetensors and adapter_config.json.
 
-    Names of PEFT (lora_A, lora_B) and of torchtitan (lora_a, lora_b) are read. Weights of the base and optimizer state
-    are left out. A checkpoint does not record the alpha of its adapter, so --adapter-config or --alpha is required,
-    except for verl's lora_train_meta.json.
+    SRC can have PEFT's names (lora_A, lora_B) or torchtitan's (lora_a, lora_b). Weights of the base model and optimizer
+    state are dropped. The tensors do not show the alpha of the adapter: pass --adapter-config or --alpha, unless an
+    adapter_config.json (as Trainer writes) or verl's lora_train_meta.json is next to the checkpoint.
+
+    Under torchrun, the processes share the work.
     """
     return _run(call)
 

@@ -10,9 +10,9 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Compare names, shapes, dtypes and tied weights of two checkpoints of any format. Exit 1 if they differ.
 
-    The command reads headers only, except for tied weights that are stored twice: it compares three samples of 64 KiB.
-    It does not compare other contents; verify does. A tied weight that one checkpoint stores under one name and the
-    other under two is listed, but does not count as a difference.
+    The command reads headers and, if a tied weight is stored twice, three samples of 64 KiB of each copy. It does not
+    compare other contents; verify does. A tied weight that one checkpoint stores under one name and the other under two
+    is listed, but does not count as a difference.
     """
     from ckptx.comparison.headers import diff
     from ckptx.report.text import diff_text

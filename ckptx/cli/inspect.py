@@ -17,7 +17,7 @@ from ckptx.cli.output import Output
 def command(call: CommandCall) -> int:
     """Summarize a checkpoint: format, model, tensors, dtypes and layout.
 
-    The command reads headers only, except for tied weights that are stored twice: it compares three samples of 64 KiB.
+    The command reads headers and, if a tied weight is stored twice, three samples of 64 KiB of each copy.
     """
     from ckptx.api.inspect import inspect
     from ckptx.report.text import inspect_text

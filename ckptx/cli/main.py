@@ -52,14 +52,14 @@ class _LazyGroup(SectionedGroup):
 def cli(**_: object) -> None:
     """Convert and reshard checkpoints of large language models, and verify the result.
 
-    Run `ckptx COMMAND --help` for the options of a command. An option that is not on the command line comes from the
-    first of these that sets it: an environment variable such as CKPTX_MAX_MEMORY=1GB; in the working directory,
-    ckptx.toml (max-memory = "1GB"; for one command in a table such as [reshard] or [convert.to-dcp]) and pyproject.toml
-    ([tool.ckptx]). `ckptx env` lists the options that are set there.
+    Run `ckptx COMMAND --help` for the options of a command. Options on the command line take precedence over
+    environment variables (CKPTX_MAX_MEMORY=1GB), these over ckptx.toml in the working directory (max-memory = "1GB"; in
+    a table such as [reshard] or [convert.to-dcp] for one command), and that file over the table [tool.ckptx] of
+    pyproject.toml. `ckptx env` lists the options that are set in these places.
 
     Exit code 0: success; 1: a difference, a failed check, or a forecast that does not fit in memory; others: an error,
     such as 2 for an invalid option, 3 for a source that is missing, unreadable, damaged or does not match its config,
-    and 6 for too little memory or disk space. All codes: https://ckptx.github.io/ckptx/troubleshooting/#exit-codes
+    and 6 for insufficient memory or disk space. All codes: https://ckptx.github.io/ckptx/troubleshooting/#exit-codes
     """
     ctx = click.get_current_context()
     if ctx.invoked_subcommand is None:

@@ -21,12 +21,12 @@ def command(call: CommandCall) -> int:
     The output is a DCP or sharded safetensors. torch.distributed.checkpoint loads a DCP on any mesh. In a DCP, only TP
     rank 0 stores the tensors that TP replicates, and the other TP ranks read them from its files.
 
-    Sharded safetensors hold the shards of one rank in each file, unlike the shards of save_pretrained, and tensors that
-    TP replicates in the files of every TP rank. They are loaded by from_pretrained (transformers 5.20 or later) and
-    torch's HuggingFaceStorageReader; for vLLM, use convert to-hf.
+    In sharded safetensors, each file has the shards of one rank (the files of save_pretrained have full tensors), and
+    tensors that TP replicates are in the files of every TP rank. from_pretrained (transformers 5.20 or later) and
+    torch's HuggingFaceStorageReader load them; for vLLM, use convert to-hf.
 
-    Under torchrun, the processes share the work; their number need not be that of the mesh. In the last example, --
-    keeps torchrun from reading the options of ckptx.
+    Under torchrun, the processes share the work; their number need not match the mesh. In the last example, -- keeps
+    torchrun from reading the options of ckptx.
     """
     from ckptx.api.reshard import reshard
     from ckptx.report.text import conversion_text

@@ -22,9 +22,10 @@ def command(call: CommandCall) -> int:
     With --run, load both models instead, and compare the tensors that they load (without optimizer state), and logits,
     loss and gradients on two sequences of random tokens (per data-parallel rank and microbatch). Exit 1 if they differ.
 
-    On one rank and with PP alone, results must be bit-identical, unless the device is not deterministic or --compile is
-    set. Otherwise, differences within a tolerance are allowed: 8 times the rounding noise that is measured on the
-    reference. If the tolerance is too large to detect errors, the result is inconclusive: exit 0, or 1 with --strict.
+    On one rank, and with --pp but neither TP nor FSDP, results must be bit-identical, unless the device is not
+    deterministic or --compile is set. Otherwise, differences within a tolerance are allowed: 8 times the rounding noise
+    that is measured on the reference. If the tolerance is too large to detect errors, the result is inconclusive: exit
+    0, or 1 with --strict.
     """
     from ckptx.api.verify import verify
 

@@ -1,7 +1,7 @@
 """Describe the attention heads or fused parts along one dim of a tensor, and check that TP shards hold whole heads.
 
-A TP kernel can use a shard as stored only if rank r holds slice r of every part, where the heads of a part are divided
-into slices as `torch.chunk` does:
+A TP layer can compute on a shard as stored only if rank r holds slice r of every part, where the heads of a part are
+divided into slices as `torch.chunk` does:
 
     [q|k|v], 4 query and 2 key/value heads of 8 rows, tp=2
 

@@ -24,6 +24,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.wording import counted
 
 InnerSharding = Literal["experts", "rows", "columns"]
 INNER_SHARDINGS: tuple[InnerSharding, ...] = get_args(InnerSharding)
@@ -108,9 +109,9 @@ def expert_blocks(
     experts_per_rank = count // ep
     if inner == "experts" and experts_per_rank % num_inner_ranks:
         raise UsageError(
-            f'--ep-inner experts: each EP rank has {experts_per_rank} of the {count} experts of "{position.module}", '
-            f"which {num_inner_ranks} ranks (--tp x --dp-shard / --ep) cannot divide equally; use --ep-inner rows or "
-            "columns, or a larger --ep"
+            f"--ep-inner experts: each EP rank has {experts_per_rank} of the {counted(count, 'expert')} of "
+            f'"{position.module}", which {counted(num_inner_ranks, "rank")} (--tp x --dp-shard / --ep) cannot divide '
+            "equally; use --ep-inner rows or columns, or a larger --ep"
         )
     if not prod(shape):
         return (Block(0, full_region(shape)),)
@@ -125,8 +126,9 @@ def expert_blocks(
     granularity = pack if dim == len(shape) - 1 else 1
     if shape[dim] % (num_inner_ranks * granularity):
         raise UsageError(
-            f'--ep-inner {inner}: dim {dim} of "{name}" has size {shape[dim]}, which {num_inner_ranks} ranks '
-            "(--tp x --dp-shard / --ep) cannot divide equally; use another --ep-inner, or a larger --ep"
+            f'--ep-inner {inner}: dim {dim} of "{name}" has size {shape[dim]}, which '
+            f"{counted(num_inner_ranks, 'rank')} (--tp x --dp-shard / --ep) cannot divide equally; use another --ep-inner, "
+            "or a larger --ep"
         )
     return _blocks_by_dim(shape, ep, num_inner_ranks, ep_rank, dim)
 

@@ -206,7 +206,7 @@ class PlacementDecision:
         decided_by: `Rule.decided_by`, "default" if no rule matches, or "--ep" for a tensor of experts.
         reason: Short explanation for the report.
         aligned: True if each rank holds whole heads, or groups, of every part that is fused along the sharded dim,
-            so that a TP kernel can use the shard as it is stored; True for a tensor that is not sharded. None if it is
+            so that a TP layer can compute on the shard as stored; True for a tensor that is not sharded. None if it is
             not known whether parts are fused there, because the class is unknown.
         is_expert_parallel: True if expert parallelism distributes the tensor instead of TP. `placement` is then that of
             its experts along dim 0; None for a tensor of a single expert.

@@ -12,6 +12,7 @@ from ckptx.layout.placement import Placement
 from ckptx.layout.tensor_parallel_plan import EXPERT_PARALLEL, PlacementDecision
 from ckptx.mapping.quantization_scales import possible_parents
 from ckptx.model_view.experts import find_experts
+from ckptx.wording import counted
 
 
 class ExpertPlacement(NamedTuple):
@@ -87,9 +88,9 @@ class ExpertSharder:
         key = (count, is_single, is_divisible)
         if key not in self._decisions:
             ep, num_inner_ranks = self._dims.ep, self._dims.tp * self._dims.dp_shard // self._dims.ep
-            reason = f"{count} experts on {ep} EP ranks"
+            reason = f"{counted(count, 'expert')} on {counted(ep, 'EP rank')}"
             if num_inner_ranks > 1 and (is_divisible or self._inner == "experts"):
-                reason += f", {self._inner} of each divided among {num_inner_ranks} ranks"
+                reason += f", {self._inner} of each divided among {counted(num_inner_ranks, 'rank')}"
             elif num_inner_ranks > 1:
                 reason += ", scale not divided further"
             placement = None if is_single else Placement(0, (count,))

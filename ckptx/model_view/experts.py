@@ -14,6 +14,7 @@ from ckptx.catalog.entry import TensorEntry
 from ckptx.catalog.region import Shape
 from ckptx.errors import UnsupportedError, UsageError
 from ckptx.layout.expert_parallel import ExpertPosition, check_expert_count, find_position, is_below_experts
+from ckptx.wording import counted
 
 
 class Experts(NamedTuple):
@@ -124,8 +125,8 @@ def _count_experts(
         if missing is not None or max(found) >= count:
             lacking = f"no expert {missing}" if missing is not None else f"an expert {max(found)}"
             raise UnsupportedError(
-                f'{option}: "{module}" has {count} experts, but {lacking}; expert parallelism requires all of them; '
-                f"leave out {_flag(option)}"
+                f'{option}: "{module}" has {counted(count, "expert")}, but {lacking}; expert parallelism requires all of '
+                f"them; leave out {_flag(option)}"
             )
     return counts
 

@@ -30,22 +30,22 @@ class AdapterOptions(Options):
     adapter_config: Annotated[
         str | Path | None,
         Option(
-            "adapter_config.json of the training run; for an adapter in a training checkpoint, which does not record "
+            "adapter_config.json of the training run, for an adapter in a training checkpoint, which does not record "
             "its alpha.",
             SOURCE,
             metavar="FILE",
-            default="that of the adapter, or next to the training checkpoint",
+            default="the file next to the training checkpoint, if any",
             excludes=("alpha",),
         ),
     ] = None
     alpha: Annotated[
-        str | None,
+        str | float | None,
         Option(
-            "Alpha of an adapter in a training checkpoint, if there is no adapter_config.json: the change is scaled by "
-            "alpha / rank.",
+            "Alpha of an adapter in a training checkpoint, for plain LoRA (scaling alpha / rank), if you have no "
+            "adapter_config.json of the run.",
             SOURCE,
             metavar="N",
-            default="not set",
+            default="that in lora_train_meta.json of verl, if any",
             replaces=("lora_alpha",),
         ),
     ] = None
@@ -66,7 +66,7 @@ class AdapterOptions(Options):
             except ValueError:
                 alpha = 0.0
             if not isfinite(alpha) or not alpha:
-                raise UsageError(f'--alpha: "{self.alpha:.40}" must be a number other than 0')
+                raise UsageError(f'--alpha: "{self.alpha!s:.40}" must be a number other than 0')
         return AdapterSettings(None if self.adapter_config is None else str(self.adapter_config), alpha, base_name)
 
     def check(self) -> None:

@@ -36,8 +36,8 @@ class BufferOptions(Options):
     max_memory: Annotated[
         int | str,
         Option(
-            "Used only for tensors that were saved non-contiguous, such as transposed views: memory limit of their "
-            "buffers (all threads together), not of the process.",
+            "Memory limit of the buffers, of all threads together, for tensors that were saved non-contiguous, such as "
+            "transposed views. It does not limit other memory of the process.",
             EXECUTION,
             parse=parse_size,
         ),

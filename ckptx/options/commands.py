@@ -75,7 +75,7 @@ COMMANDS: Mapping[str, Command] = {
         "ckptx.comparison.headers:diff",
     ),
     "verify": Command(
-        "Compare two checkpoints bit for bit, or with --run the outputs of their models",
+        "Compare two checkpoints bit for bit, or with --run what their models compute",
         ["verify:VerifyOptions", "verify:VerifyRunOptions"], "ckptx.api.verify:verify",
         "output:ReportOutput",
     ),
@@ -84,7 +84,8 @@ COMMANDS: Mapping[str, Command] = {
         "ckptx.api.forecast:forecast", "forecast:ForecastOutput",
     ),
     "robustness": Command(
-        "Test save, load, export, reshard and resume of a training run", ["robustness:RobustnessOptions"],
+        "Train a recipe, and test that its checkpoints reload, export, reshard and resume exactly",
+        ["robustness:RobustnessOptions"],
         "ckptx.robustness_suite:robustness", "robustness:RobustnessOutput",
     ),
     "env": Command("Print versions and system information", ["env:EnvOptions"]),

@@ -5,7 +5,7 @@
     Annotated[type, Hook(...)]       a parameter of the Python function only: a callback, a log
 
 The type determines the rest: a `Literal` has choices, an `int` a range, a `bool` is a flag, a `Sequence` may be
-repeated, and `str | Path` is a path, which must not be a URL.
+repeated, `str | float` is a number, and `str | Path` is a path, which must not be a URL.
 """
 
 from __future__ import annotations
@@ -297,6 +297,8 @@ class Setting(NamedTuple):
             return (Sequence,), "a list of strings"
         if self.kind is bool:
             return (bool,), "true or false"
+        if float in _union_members(self.type):
+            return (str, int, float), "a number"
         if self.kind is int:
             return (int,), "an integer"
         if self.choices:
@@ -497,7 +499,9 @@ def _setting_of(table: type[Options], name: str, hint: Any) -> Setting:
     elif is_class(types[0]):
         kind = types[0]
     if isinstance(annotation, Option) and kind not in (bool, int, str, tuple):
-        raise TypeError(f"{table.__name__}.{name}: an option is a bool, int, str, str | Path, Literal or Sequence[str]")
+        raise TypeError(
+            f"{table.__name__}.{name}: an option is a bool, int, str, str | float, str | Path, Literal or Sequence[str]"
+        )
     return Setting(name, base, kind, choices, getattr(table, name, MISSING), annotation)
 
 

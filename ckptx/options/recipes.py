@@ -9,15 +9,15 @@ RECIPES_DIR = Path(__file__).parents[1] / "runtime" / "training" / "recipes"
 
 # What built-in recipes run on -> their names, in the order of the help text.
 _RECIPES_BY_DEVICE = {
-    "on a CPU": ("llama_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
+    "on a CPU": ("llama_tiny", "llama_lora_tiny", "gemma3_tiny", "qwen3_moe_tiny", "gemma4_vlm_tiny"),
     "on a CPU, each with a training script that is included": ("fsdp2_script", "accelerate", "transformers_trainer"),
-    "on 8 GPUs with torchrun; model and data come from the Hub, and the extra data is needed": (
+    "on 8 GPUs with torchrun; model and dataset come from the Hub, which requires pip install 'ckptx[data]'": (
         "phi_4_squad",
         "gemma4_31b",
         "gemma4_31b_tp4_pp2",
     ),
     "the same on 4 nodes of 8 GPUs": ("gemma4_31b_tp4_pp4",),
-    "on 2 GPUs, in a checkout of version 0.2.2": ("torchtitan",),
+    "on 2 GPUs, in a checkout of version 0.2.2 of the framework": ("torchtitan",),
 }
 
 

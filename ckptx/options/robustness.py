@@ -23,8 +23,8 @@ _PHASES_HELP = (
     "Run only these phases, e.g. 0-3,6. The phases are 0 initial logits (equal to those of the HF model), "
     "1 uninterrupted run, 2 replicas (copies of a replicated weight are equal, and a "
     "loaded checkpoint gives the same logits), 3 load and save, 4 export, 5 other layouts, 6 resume and "
-    "7 killed saves (processes are killed during a save). Runs that a phase depends on run, too. Not for a recipe with "
-    "a custom trainer."
+    "7 killed saves (processes are killed during a save). Training runs that these phases depend on are executed as "
+    "well. Not for a recipe with a custom trainer."
 )
 _RECIPE_HELP = f"A YAML file, or a built-in recipe: {shipped_recipes_text()}."
 

@@ -11,6 +11,7 @@ from ckptx.options.adapter import AdapterOptions
 from ckptx.options.buffers import DTYPE_SPELLINGS
 from ckptx.options.conversion import BASE, DIRECTION_HELP, DST_HELP, ConversionOptions, TiedMode
 from ckptx.options.option import OUTPUT_CHECKPOINT, Argument, Option
+from ckptx.options.source import REVISION
 
 
 class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
@@ -37,8 +38,8 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     src: Annotated[
         str | Path,
         Argument(
-            "Training checkpoint with LoRA tensors (a DCP, per-rank FSDP files, a file of torch.save): a directory or "
-            "a file.",
+            "Training checkpoint with LoRA tensors, a local directory or file: a DCP, per-rank FSDP files, or a dict "
+            "saved with torch.save.",
             "SRC",
         ),
     ]
@@ -47,14 +48,15 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     base: Annotated[
         str | Path | None,
         BASE._replace(
-            help="HF checkpoint (a directory or Hub id) that the adapter was trained on, for its config. Required for "
-            "torchtitan's names.",
+            help="HF checkpoint (a directory or Hub id) that the adapter was trained on; its config.json is read. "
+            "Required for torchtitan's names.",
             default="config of SRC, if any",
             metavar="PATH",
             keywords=(),
         ),
     ] = None
 
+    revision: Annotated[str | None, REVISION._replace(help="Branch, tag or commit of --base on the Hub.")] = None
     dtype: Annotated[
         Literal["auto", "base", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"],
         Option(
@@ -67,8 +69,7 @@ class ToPeftOptions(AdapterOptions, ConversionOptions, kw_only=False):
     base_model_name: Annotated[
         str | None,
         Option(
-            "Name on the Hub, or path, of the model that the adapter was trained on, to record as "
-            "base_model_name_or_path.",
+            "Hub id or path of the model that the adapter was trained on, to record as base_model_name_or_path.",
             OUTPUT_CHECKPOINT,
             metavar="NAME",
             default="as in --adapter-config, else --base, else not recorded",

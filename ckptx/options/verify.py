@@ -46,9 +46,8 @@ _RUN_HELP = (
     "logits, loss and gradients."
 )
 _DEQUANTIZE = DEQUANTIZE._replace(
-    help="Decode the quantized weights of both checkpoints (fp8, mxfp4, nvfp4, and int4 and int8 in the format "
-    "pack-quantized of compressed-tensors) to bf16, or to the dtype of --dtype; with --run, to bf16, cast to "
-    "--compute-dtype."
+    help="Dequantize weights of both checkpoints (fp8, mxfp4, nvfp4, and int4 and int8 in the format pack-quantized "
+    "of compressed-tensors) to bf16, or to the dtype of --dtype; with --run, to bf16 and then cast to --compute-dtype."
 )
 _MAX_MICROBATCHES = 1024  # the logits of every microbatch are kept
 
@@ -92,8 +91,8 @@ class RunOptions(
     pp_split: Annotated[
         str,
         PP_SPLIT._replace(
-            help=f"{PP_SPLIT.help} With 1f1b and gpipe, even means the stages in the ckptx.json of CHECKPOINT if it "
-            "has as many."
+            help=f"{PP_SPLIT.help} With 1f1b and gpipe, even stands for the stages that ckptx.json of CHECKPOINT "
+            "records, if there are --pp of them."
         ),
     ] = "even"
     reference_memory: Annotated[
@@ -109,7 +108,11 @@ class RunOptions(
     compute_dtype: Annotated[
         Dtype,
         Option(
-            "Compute dtype (auto: that of each config.json).", MODEL_RUN, spellings=DTYPE_SPELLINGS, replaces=("dtype",)
+            "Dtype in which both models run (auto: that of each config.json). To compare a checkpoint that was cast, "
+            "pass the dtype of the cast, so that the weights of both are rounded.",
+            MODEL_RUN,
+            spellings=DTYPE_SPELLINGS,
+            replaces=("dtype",),
         ),
     ] = "fp32"
     compile: Annotated[bool, Option("Compile each layer with torch.compile.", MODEL_RUN)] = False
@@ -155,9 +158,9 @@ class VerifyOptions(
     dtype: Annotated[
         Dtype,
         Option(
-            "Cast the reference before comparing, as convert does if no base is given (auto: compare as stored). For "
-            "an output with the dtypes of a base that has several, see https://ckptx.github.io/ckptx/to_vllm/. Values "
-            "that a cast rounded differ with --run, too, unless --compute-dtype is the dtype of the cast.",
+            "Cast the reference to this dtype before comparing, as convert does without a base (auto: compare as "
+            "stored). If the base has several dtypes, see https://ckptx.github.io/ckptx/to_vllm/. The option for --run "
+            "is --compute-dtype.",
             COMPARISON,
             spellings=DTYPE_SPELLINGS,
         ),

@@ -90,8 +90,8 @@ def _gathered_lines(report: RunReport) -> list[str]:
         more = f", and {counted(num_unlisted, 'other pattern')}" if num_unlisted > 0 else ""
         count = counted(sum(row["modules"] for row in rows), "module")
         lines.append(
-            f"warning: {count} ran with gathered {gathered}; this run does not prove that TP kernels can use their "
-            f"shards: {names}{more}"
+            f"warning: {count} ran with gathered {gathered}; this run does not show that TP layers can compute "
+            f"on their shards: {names}{more}"
         )
     return lines
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import filecmp
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,17 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from ckptx.adapters.state_dicts import is_lora_name
 from ckptx.api.convert import convert
+from ckptx.api.merge import merge
 from ckptx.api.reshard import reshard
 from ckptx.architecture.lookup import find_architecture
 from ckptx.comparison.contents import verify_bytes
 from ckptx.errors import InputError, OutputError, UnsupportedError, UsageError
+from ckptx.formats.dcp.reader import locate_payloads
 from ckptx.formats.hf.reader import read_json
 from ckptx.formats.registry import open_checkpoint
+from ckptx.mapping.names import is_optimizer, is_trainer_state
 from ckptx.options.conversion import Names
 from ckptx.options.verify import VerifyOptions
 from ckptx.robustness_suite.kills import select_kill_points
@@ -49,7 +53,9 @@ from ckptx.robustness_suite.session import PERTURBED_RUNS, Session, losses_of_st
 from ckptx.robustness_suite.stored_items import read_items
 from ckptx.runtime.training.checkpoints import LATEST
 from ckptx.runtime.training.dropout_config import has_dropout
-from ckptx.runtime.training.recipe import ChecksBlock, LayoutBlock, Recipe
+from ckptx.runtime.training.recipe import AdapterBlock, ChecksBlock, LayoutBlock, Recipe
+from ckptx.transfer.digest_sink import digest_tensor
+from ckptx.transfer.stream import TensorReader
 
 _DEFAULTS = ChecksBlock()
 # State of a trainer in memory that is equal on every rank and mesh.
@@ -147,6 +153,8 @@ def check_export(session: Session) -> Findings:
     last = session.saved_steps[-1]
     checkpoint, exported = session.uninterrupted_checkpoint(last), session.out / "export"
     findings = Findings()
+    if session.recipe.adapter is not None:
+        return _check_export_of_adapter(session, session.recipe.adapter, checkpoint)
     architecture = find_architecture(read_json(session.source / "config.json"))
     is_known = architecture is not None and architecture.name_patterns
     names: Names | None = "hf" if is_known else None  # experts that are fused in the run are separate on the Hub
@@ -156,6 +164,26 @@ def check_export(session: Session) -> Findings:
         findings.verdicts.append(_compare_tensors(checkpoint, exported))
         # This noise is that of a forward pass; that of the session includes training.
         logits, noise = session.run_task("compute_source_logits", session.recipe, exported, PERTURBED_RUNS)
+        findings.verdicts.append(_logits_verdict(session, session.reference_logits, logits, noise))
+    return _merge_verdicts(findings)
+
+
+def _check_export_of_adapter(session: Session, adapter: AdapterBlock, checkpoint: Path) -> Findings:
+    """Export the adapter of the last checkpoint, merge it into the model that it was trained on, and compare both.
+
+    Args:
+        session: Session of the phase.
+        adapter: Settings of the adapter.
+        checkpoint: The last checkpoint, with the frozen weights and the adapter.
+    """
+    peft, merged, source = session.out / "adapter", session.out / "merged", str(session.source)
+    findings = Findings(title="the exported adapter, merged into its base model, gives the same logits in transformers")
+    with findings.catch_read_errors(checkpoint.name):
+        convert("to-peft", checkpoint, peft, base=source, alpha=adapter.alpha, overwrite=True)
+        findings.verdicts.append(_compare_adapter(checkpoint, peft))
+        merge(source, peft, merged, overwrite=True)
+        findings.verdicts.append(_compare_names(session.source, merged))
+        logits, noise = session.run_task("compute_source_logits", session.recipe, merged, PERTURBED_RUNS)
         findings.verdicts.append(_logits_verdict(session, session.reference_logits, logits, noise))
     return _merge_verdicts(findings)
 
@@ -174,11 +202,14 @@ def check_other_layouts(session: Session) -> Findings:
     if len(unavailable) == len(layouts):
         return Findings(skip_reason="; ".join(notes))
     findings.notes += notes
+    if session.recipe.adapter is not None:
+        findings.title = "loaded on another mesh, state is equal and training matches"
     recipe_without_dropout = structs.replace(
         session.recipe, training=structs.replace(session.recipe.training, dropout=0.0)
     )
     if _trains_with_dropout(session):
-        findings.title = "resharded for another mesh, state is equal and training without dropout matches"
+        verb = "resharded for" if session.recipe.adapter is None else "loaded on"
+        findings.title = f"{verb} another mesh, state is equal and training without dropout matches"
         findings.notes.append(
             "these runs, and the run that they are compared with (without-dropout), have dropout 0, because its masks "
             "depend on the mesh"
@@ -222,8 +253,12 @@ def _check_layout(
     step, layout_text, dims = session.resume_step, session.layout_text(layout), layout.dims
     checkpoint = session.uninterrupted_checkpoint(step)
     resharded, saved = session.out / f"layout-{number}-resharded", session.checkpoint_path(f"layout-{number}", step)
-    reshard(checkpoint, resharded, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
-    yield _compare_tensors(checkpoint, resharded, layout_text)
+    compare_models = _compare_tensors
+    if recipe.adapter is None:
+        reshard(checkpoint, resharded, tp=dims.tp, pp=dims.pp, dp_shard=dims.dp_shard, to="dcp", overwrite=True)
+        yield _compare_tensors(checkpoint, resharded, layout_text)
+    else:  # `reshard` does not accept an adapter next to its model; the trainer loads the checkpoint on any mesh
+        resharded, compare_models = checkpoint, _compare_stored_tensors
     request = replace(
         session.make_request(resume_from=resharded, snapshot_steps=[step], saves={step: saved}, layout=layout),
         recipe=recipe,
@@ -231,7 +266,7 @@ def _check_layout(
     result = session.train(f"layout-{number}", request, compared_with="without-dropout")
     # Rank 0 only, as the numbers of ranks may differ.
     yield from compare(base_result.start_items[:1], result.start_items[:1], _RANK_INDEPENDENT_ORACLES)
-    yield _compare_tensors(checkpoint, saved, layout_text)
+    yield compare_models(checkpoint, saved, layout_text)
     yield _loss_verdict(session, base_result, result, session.max_noise("loss"))
     yield from _compare_state(checkpoint, resharded, layout_text)
     yield from _compare_state(checkpoint, saved, layout_text)
@@ -468,6 +503,56 @@ def _compare_names(reference: Path, actual: Path) -> Verdict:
     differences = [Difference("names", name, None, "present", "missing") for name in sorted(before - after)]
     differences += [Difference("names", name, None, "missing", "present") for name in sorted(after - before)]
     return Verdict("names", len(before | after), differences)
+
+
+def _compare_stored_tensors(reference: Path, actual: Path, label: str = "") -> Verdict:
+    """Compare the tensors of a model and its adapter in two training checkpoints with the same names, bit for bit."""
+    first, second = (_digest_tensors(each, _is_of_model) for each in (reference, actual))
+    return _digest_verdict("model", first, second, f"{label}: " if label else "")
+
+
+def _is_of_model(name: str) -> bool:
+    """Return True for the stored name of a tensor of the model or its adapter."""
+    return not is_optimizer(name) and not is_trainer_state(name)
+
+
+def _compare_adapter(checkpoint: Path, peft: Path) -> Verdict:
+    """Compare the factors of the adapter in a training checkpoint with those in files of PEFT, bit for bit."""
+    stored, exported = (
+        {
+            name.replace(".default.", ".").removeprefix("base_model.model."): digest
+            for name, digest in _digest_tensors(path, is_lora_name).items()
+        }
+        for path in (checkpoint, peft)
+    )
+    return _digest_verdict("adapter", stored, exported)
+
+
+def _digest_verdict(
+    oracle: str, reference: Mapping[str, object], actual: Mapping[str, object], label: str = ""
+) -> Verdict:
+    """Compare digests by name of a tensor."""
+    differences = [
+        Difference(oracle, f"{label}{name}", None, "the same", "differs" if name in actual else "missing")
+        for name in reference
+        if reference[name] != actual.get(name)
+    ]
+    added = sorted(actual.keys() - reference.keys())
+    differences += [Difference(oracle, f"{label}{name}", None, "missing", "present") for name in added]
+    return Verdict(oracle, len(reference), differences)
+
+
+def _digest_tensors(path: Path, is_selected: Callable[[str], bool]) -> dict[str, object]:
+    """Return name -> shape, dtype and digest of the row-major bytes, for the selected tensors of a checkpoint."""
+    catalog = open_checkpoint(path)
+    selected = replace(catalog, tensors={name: each for name, each in catalog.tensors.items() if is_selected(name)})
+    with catalog.source.open() as files:
+        located = locate_payloads(selected, files) if catalog.traits.has_archives else selected
+        reader = TensorReader(files)
+        return {
+            name: (each.shape, each.dtype.name, digest_tensor(reader, each, each.dtype).leaves)
+            for name, each in located.tensors.items()
+        }
 
 
 def _compare_files(reference: Path, actual: Path) -> Verdict:

@@ -539,7 +539,7 @@ CASES = [
     # Several adapters.
     Case(
         "factor of modules_to_save", both(second_saved_head, called(add=["{second}:0.5"])), UnsupportedError,
-        "a factor of 0.5 applies to its layers only",
+        "a factor of 0.5 applies to B * A only",
     ),
     Case(
         "two replacements", both(saved_head, second_saved_head, called(add=["{second}"])), UnsupportedError,
@@ -591,7 +591,9 @@ def test_a_layer_with_zero_b_is_noted(tmp_path: Path) -> None:
     inputs.tensors[b_of(Q)] = zeros(HIDDEN, RANK)
     inputs.write()
     report = inputs.merge()
-    assert any(f'B is zero in 1 layer of 3, which change nothing: "{Q}"' in note for note in report.notes)
+    assert any(
+        f'B is zero in 1 of 3 modules, which the adapter does not change: "{Q}"' in note for note in report.notes
+    )
     assert changed_names(inputs) == {f"{module}.weight" for module in LAYERS[1:]}
 
 

@@ -49,7 +49,7 @@ def test_inspect_describes_an_adapter(tmp_path: Path) -> None:
         "bytes": 4 * (11 * 8 + 4 * 16),
     }  # fmt: skip
     text = inspect_text(report)
-    assert "LoRA, rank 2, alpha 6 (scaling 3), q_proj (2 layers)" in text
+    assert "LoRA, rank 2, alpha 6 (scaling 3), q_proj (2 modules)" in text
     assert "trained on    org/name" in text and "architecture" not in text
 
 

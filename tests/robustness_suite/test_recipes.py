@@ -14,6 +14,7 @@ TEXT = ("model.shrunk=true", "data.dataset=synthetic_text", "data.sequence_lengt
 SHORT = ("training.steps=3", "training.total_steps=null", "training.save_at=[1]")
 RECIPES = {
     "llama_tiny": (),
+    "llama_lora_tiny": (),
     "gemma3_tiny": (),
     "qwen3_moe_tiny": (),
     "gemma4_vlm_tiny": (),

@@ -194,8 +194,8 @@ def select_conversion_source(
     notes = list(base.source.notes)  # the catalog of the adapter has none
     if settings.alpha is not None:
         notes.append(
-            f"--alpha {settings.alpha:g}: the config has plain LoRA with alpha / rank; if the run used rsLoRA or "
-            "patterns of ranks or alphas, pass its own config with --adapter-config"
+            f"--alpha {settings.alpha:g}: the output is plain LoRA, scaled by alpha / rank; if the run used rsLoRA or "
+            "patterns of ranks or alphas, pass its adapter_config.json with --adapter-config"
         )
     adapter_base = replace(
         base, source=extracted.adapter.catalog, catalog=None, config=None, uses_no_base=True, notes=(),

@@ -228,9 +228,10 @@ def _sharding_notes(
     is_known = architecture is not None and find_class_record(architecture.class_name) is not None
     if sharded_model.unaligned and not is_known:
         notes.append(
-            f"not aligned: ckptx does not know all heads, key/value groups and fused parts of {subject}, so TP kernels "
-            f"may not be able to use the shards of {counted(len(sharded_model.unaligned), 'tensor')} "
-            f"({first_of(sharded_model.unaligned)}); compare them with what the code of the class expects"
+            f"not aligned: ckptx does not know all heads, key/value groups and fused parts of {subject}, so TP layers "
+            "that compute on local shards may not be able to use those of "
+            f"{counted(len(sharded_model.unaligned), 'tensor')} ({first_of(sharded_model.unaligned)}); compare them "
+            "with what the code of the class expects"
         )
     elif sharded_model.unaligned:
         advice = "" if has_tp_advice else "; choose another --tp, or pass rules for these tensors with --tp-plan"

@@ -61,7 +61,8 @@ class ConversionReport(Report):
         state_replicated: Names of optimizer-state tensors of more than one element that are replicated because their
             shape differs from that of their parameter.
         layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`), and `stages`: for each stage, the path of each list of
-            layers, and the first index and the one after the last.
+            layers, and the first index and the one after the last. With expert parallelism also `ep` and `ep_inner`,
+            and with several stages per pipeline rank `virtual_stages` (number per rank) and `schedule_style`.
         chunks: Number of chunks that the tensors of the model are stored in, over all ranks.
         rules: Sharding of the tensors by TP: one entry for each name pattern and decision, with `pattern`, `tensors`
             (number of names), `rule` (origin of the decision; `default` if no TP rule matches), `reason`, `dim` that TP

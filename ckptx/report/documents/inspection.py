@@ -14,8 +14,8 @@ class RanksOfInspection:
     """Additional fields of `inspect --ranks`.
 
     Attributes:
-        layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`) and the layers of each of the `stages`; null if the mesh is
-            unknown.
+        layout: Sizes of the mesh (`tp`, `pp`, `dp_shard`, and `ep` with expert parallelism), and `stages`: the layers
+            of each pipeline rank; null if the mesh is unknown.
         sharded_tensors: Number of sharded tensors.
         stored_by_one_tp_rank: Number of tensors that TP replicates and only one TP rank stores, as in a DCP; the other
             TP ranks read them from its files.

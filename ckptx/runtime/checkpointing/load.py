@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ckptx.adapters.state_dicts import is_lora_name
 from ckptx.catalog.entry import LazyChunks, TensorEntry
 from ckptx.catalog.region import Region
 from ckptx.errors import InputError, UnsupportedError, UsageError
@@ -60,6 +61,7 @@ def load(
     workers: int | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
+    skip: Callable[[str], bool] | None = None,
 ) -> LoadReport:
     """Load this rank's shards of every parameter and persistent buffer, and report what was read.
 
@@ -75,6 +77,8 @@ def load(
         workers: Number of reading threads; None means up to 4.
         trust_remote_code: See `build_model`.
         dequantize: See `open_source`.
+        skip: Function that returns True for the model name of a tensor that is not loaded, and keeps its values; None
+            to load all.
 
     Raises:
         InputError: A tensor is missing, the files are damaged, or tied names have different values.
@@ -83,9 +87,14 @@ def load(
     """
     config = config or _fallback_config(model, root)
     with open_source(
-        root, config=config, prefix=prefix, trust_remote_code=trust_remote_code, dequantize=dequantize
+        root,
+        config=config,
+        prefix=prefix,
+        trust_remote_code=trust_remote_code,
+        dequantize=dequantize,
+        allow_adapter=any(is_lora_name(name) for name, _ in model.named_parameters()),
     ) as source:
-        return load_from(model, source, regions=regions, workers=workers)
+        return load_from(model, source, regions=regions, workers=workers, skip=skip)
 
 
 def load_from(
@@ -95,13 +104,14 @@ def load_from(
     regions: FindLocalRegions | None = None,
     workers: int | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
+    skip: Callable[[str], bool] | None = None,
 ) -> LoadReport:
     """Load like `load`, from a checkpoint that is open.
 
     `tied` maps model names to the names under which the checkpoint may store their values, although the model does not
     tie the two (see `OpenCheckpoint.find_tied_names`).
     """
-    plan = _plan_load(model, source, regions, tied)
+    plan = _plan_load(model, source, regions, tied, skip)
     reader = RegionReader(source.files)
     with torch.no_grad():
         _run_in_threads((partial(reader.fill, *each) for each in plan.region_reads()), workers)
@@ -230,7 +240,11 @@ def _file_position(region_read: RegionRead) -> tuple[str, int]:
 
 
 def _plan_load(
-    model: nn.Module, source: OpenCheckpoint, regions: FindLocalRegions | None, tied: Mapping[str, str]
+    model: nn.Module,
+    source: OpenCheckpoint,
+    regions: FindLocalRegions | None,
+    tied: Mapping[str, str],
+    skip: Callable[[str], bool] | None = None,
 ) -> _LoadPlan:
     """Plan which entry fills which tensor, and refuse everything that can be refused without reading."""
     tie_groups = _group_ties([*(getattr(model, "all_tied_weights_keys", None) or {}).items(), *tied.items()])
@@ -239,6 +253,8 @@ def _plan_load(
     for tensor, own_names in _tensors_with_names(model):
         if tensor.is_meta:
             raise UsageError(f"{own_names[0]}: is on the meta device; call materialize first")
+        if skip is not None and skip(own_names[0]):
+            continue
         candidates = list(
             dict.fromkeys([*own_names, *(name for each in own_names for name in tie_groups.get(each, ()))])
         )

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def open_source(
     is_prefix_optional: bool = False,
     trust_remote_code: bool = False,
     dequantize: bool = False,
+    allow_adapter: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any format that ckptx reads; only headers are read.
 
@@ -167,6 +169,7 @@ def open_source(
             applies only if this checkpoint has a model under it.
         trust_remote_code: See `build_model`.
         dequantize: True to decode quantized weights to bfloat16 as they are read.
+        allow_adapter: True to accept tensors of an adapter among those of the model; not with `is_prefix_optional`.
 
     Raises:
         InputError: There is no checkpoint, it is damaged or incomplete, or no model has the prefix.
@@ -181,7 +184,7 @@ def open_source(
     catalog = with_disk_names(catalog, config if config is not None else catalog.config)
     if dequantize:
         catalog = open_dequantized(catalog)
-    find_view = view_model_under if is_prefix_optional else view_model
+    find_view = view_model_under if is_prefix_optional else partial(view_model, allow_adapter=allow_adapter)
     view = find_view(
         catalog,
         prefix=prefix,

@@ -385,7 +385,7 @@ def min_peak_bytes(task: ForecastTask, parameter_count: int, dims: ParallelDims)
     """Return a lower bound of the peak in bytes: evenly sharded parameters, and training state if none is frozen."""
     element_bytes = 4 if task.recipe.model.dtype == "float32" else 2
     copies = 2 + (2 if task.optimizer in ("adam", "adamw") else 0)  # parameters and gradients, two moments of Adam
-    if task.recipe.model.freeze:
+    if task.recipe.model.freeze or task.recipe.adapter is not None:
         copies = 1
     return math.ceil(parameter_count / (dims.tp * dims.pp * dims.dp_shard)) * element_bytes * copies
 

@@ -27,6 +27,7 @@ from ckptx.runtime.parallel.release import free_storage
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.inputs.batch import make_inputs
+from ckptx.runtime.training.adapter import attach_adapter, is_adapter_name
 from ckptx.runtime.training.dropout_config import set_dropout
 from ckptx.runtime.training.freeze import freeze
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
@@ -77,14 +78,23 @@ class RankModel:
         """
         return self.pipeline_plan.names_of_copies.get(name, name) if self.pipeline_plan is not None else name
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, has_adapter: bool = True) -> None:
         """Load parameters and buffers from a checkpoint of any layout.
+
+        Args:
+            path: Path of the checkpoint.
+            has_adapter: False for a checkpoint without the adapter that the recipe trains, which is then not loaded.
 
         Raises:
             InputError, UnsupportedError: See `ckptx.runtime.checkpointing.load.load`.
         """
         for model, layout in zip(self.models, self.layouts, strict=True):
-            load(model, path, regions=layout.local_regions if layout is not None else None)
+            load(
+                model,
+                path,
+                regions=layout.local_regions if layout is not None else None,
+                skip=None if has_adapter else is_adapter_name,
+            )
 
     def release(self) -> None:
         """Free the memory of the models, which are unusable afterwards."""
@@ -150,6 +160,8 @@ def build_rank_model_on_meta(
     if architecture is not None:
         check_run_support(config, architecture, layout.tp, layout.pp)
     frozen = freeze(whole_model, recipe.model.freeze)
+    if recipe.adapter is not None:
+        frozen = attach_adapter(whole_model, recipe.adapter)
     user_plan = None if layout.tp_plan is None else dict(read_plan(layout.tp_plan))
     plan = find_plan(whole_model, config, user_plan) if layout.tp > 1 else None
     pipeline_plan, stages = None, {0: whole_model}

@@ -49,6 +49,20 @@ class ModelBlock(RecipeBlock, kw_only=True, frozen=True):
     trust_remote_code: bool = False
 
 
+class AdapterBlock(RecipeBlock, kw_only=True, frozen=True):
+    """LoRA adapter to train, while all weights of the model are frozen; `layout` must have tp 1.
+
+    Attributes:
+        rank: Rank of the two factors of each adapted layer.
+        alpha: The change `B A` of a weight is multiplied by alpha / rank.
+        targets: Ends of the names of the linear layers to adapt, such as q_proj.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q_proj", "v_proj")
+
+
 class DataBlock(RecipeBlock, kw_only=True, frozen=True):
     """Training data.
 
@@ -248,11 +262,13 @@ class RecipeKeys(RecipeBlock, kw_only=True, frozen=True):
 
     Attributes:
         description: One-line description of the recipe.
+        adapter: LoRA adapter to train instead of the weights, see `AdapterBlock`; None trains the weights.
         trainer: Command of a custom trainer, see `TrainerBlock`; None uses ckptx's own trainer.
     """
 
     description: str = ""
     model: ModelBlock = msgspec.field(default_factory=ModelBlock)
+    adapter: AdapterBlock | None = None
     data: DataBlock = msgspec.field(default_factory=DataBlock)
     training: TrainingBlock = msgspec.field(default_factory=TrainingBlock)
     optimizer: OptimizerBlock = msgspec.field(default_factory=OptimizerBlock)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ckptx.errors import CkptxError, UsageError
+from ckptx.errors import CkptxError, UnsupportedError, UsageError
 from ckptx.layout.stages import FORMER_SPLITS, SPLIT_RULES
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe, TrainingBlock
 from ckptx.runtime.training.recipe_schema import DescribeSubject
@@ -81,18 +81,24 @@ def check_sizes(recipe: Recipe, subject: DescribeSubject) -> tuple[str, ...]:
     layouts += [(f"checks.layouts[{index}]", each) for index, each in enumerate(recipe.checks.layouts)]
     for path, layout in layouts:
         _check_batches(recipe.training, layout, path, subject)
+        if recipe.adapter is not None and layout.tp > 1:
+            raise UnsupportedError(
+                f"{subject(f'{path}.tp', 'adapter')}: {path}.tp is {layout.tp}, but ckptx's trainer does not shard the "
+                "factors of an adapter by TP; use dp_shard or pp"
+            )
         notes += _check_stages(recipe.training, layout, path, subject)
     return tuple(notes)
 
 
 def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
     """Yield (path of the key, value, description of the bounds) for each value out of its bounds."""
-    training, optimizer, schedule = recipe.training, recipe.optimizer, recipe.schedule
+    training, optimizer, schedule, adapter = recipe.training, recipe.optimizer, recipe.schedule, recipe.adapter
     betas = [(f"optimizer.betas[{index}]", each) for index, each in enumerate(optimizer.betas)]
     # path of the key, value, minimum, maximum (None: no maximum)
     bounded_values: list[tuple[str, float | None, float, float | None]] = [
         ("data.samples", recipe.data.samples, 1, None),
         ("data.sequence_length", recipe.data.sequence_length, 2, None),
+        ("adapter.rank", None if adapter is None else adapter.rank, 1, 1 << 20),
         ("training.steps", training.steps, 1, None),
         ("training.total_steps", training.total_steps, training.steps, None),
         ("training.global_batch", training.global_batch, 1, None),
@@ -113,6 +119,10 @@ def _find_out_of_bounds(recipe: Recipe) -> Iterator[tuple[str, object, str]]:
     for path, value, minimum, maximum in bounded_values:
         if value is not None and not (minimum <= value and (maximum is None or value <= maximum)):
             yield path, value, f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
+    if adapter is not None and not adapter.alpha > 0:
+        yield "adapter.alpha", adapter.alpha, "a number above 0"
+    if adapter is not None and not adapter.targets:
+        yield "adapter.targets", "empty", "a list of one or more names"
     if training.clip is not None and training.clip <= 0:
         yield "training.clip", training.clip, "a number above 0, or null"
     if len(optimizer.betas) != 2:

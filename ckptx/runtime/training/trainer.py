@@ -32,6 +32,7 @@ from ckptx.runtime.parallel.distributed import RankContext, all_gather_object, d
 from ckptx.runtime.parallel.gradients import clip_grad_norm, loss_divisor
 from ckptx.runtime.parallel.randomness import RandomState, seed
 from ckptx.runtime.parallel.tensor_parallel.loss import causal_lm_loss, make_loss
+from ckptx.runtime.training.adapter import initialize_adapter
 from ckptx.runtime.training.checkpoints import StepDirectories
 from ckptx.runtime.training.data import Dataset, collate
 from ckptx.runtime.training.optimizer import make_optimizer, make_scheduler
@@ -127,7 +128,9 @@ class Trainer:
         """
         self.recipe = recipe if layout is None else structs.replace(recipe, layout=layout)
         self.rank_model: RankModel = build_rank_model(self.recipe, source, rank_context)
-        self.rank_model.load(source)
+        self.rank_model.load(source, has_adapter=recipe.adapter is None)
+        if recipe.adapter is not None:
+            initialize_adapter(self.rank_model.parameters(), recipe.training.seed)
         self.rank_context, self.completed_steps, self.notes = rank_context, 0, list[str]()
         self.source, self.dataset, self._callbacks = source, dataset, dict(callbacks or {})
         self.resumed_from: Path | None = None
