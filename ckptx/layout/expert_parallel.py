@@ -127,8 +127,8 @@ def expert_blocks(
     if shape[dim] % (num_inner_ranks * granularity):
         raise UsageError(
             f'--ep-inner {inner}: dim {dim} of "{name}" has size {shape[dim]}, which '
-            f"{counted(num_inner_ranks, 'rank')} (--tp x --dp-shard / --ep) cannot divide equally; use another --ep-inner, "
-            "or a larger --ep"
+            f"{counted(num_inner_ranks, 'rank')} (--tp x --dp-shard / --ep) cannot divide equally; use another "
+            "--ep-inner, or a larger --ep"
         )
     return _blocks_by_dim(shape, ep, num_inner_ranks, ep_rank, dim)
 

@@ -125,8 +125,8 @@ def _count_experts(
         if missing is not None or max(found) >= count:
             lacking = f"no expert {missing}" if missing is not None else f"an expert {max(found)}"
             raise UnsupportedError(
-                f'{option}: "{module}" has {counted(count, "expert")}, but {lacking}; expert parallelism requires all of '
-                f"them; leave out {_flag(option)}"
+                f'{option}: "{module}" has {counted(count, "expert")}, but {lacking}; expert parallelism requires all '
+                f"of them; leave out {_flag(option)}"
             )
     return counts
 

@@ -76,6 +76,10 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
             )
         if not options.allow_config_mismatch:
             _refuse_incomplete_set(source)
+        if source.format == "dcp":
+            from ckptx.formats.dcp.veomni import refuse_reordered_experts  # not needed for other formats
+
+            refuse_reordered_experts(source)
         refuse_input_files(source, dst)
         _logger.info(
             "%s: %s, %d tensors, %d objects, %d files", source.location, source.format, len(source.tensors),
