@@ -224,7 +224,7 @@ def _run_steps(
         shared=stored_names(
             target.tied_stored_names | training_state.shared_stored_names | view.model_duplicates.keys()
         ),
-        merged=dequantized.merged,
+        decoded=dequantized.decoded,
         dropped={
             each["name"]
             for each in (

@@ -52,7 +52,7 @@ class QuantizedTensor:
         codes: Tensor of codes (quantized values).
         scale: Tensor of scales, also in `companions`.
         companions: Suffix as in `Scheme` -> tensor of scales or zero points, or of the stored shape; all of them are
-            merged into the decoded weight.
+            decoded into the weight.
         shape: Shape of the weight in codes, not in stored elements and without a dim for groups; that of the decoded
             weight unless decoding exchanges its last two dims.
         granularity: Unit that has one scale: the tensor, or each matrix, row, column, group or block of elements.
@@ -109,7 +109,7 @@ class QuantizedTensors:
 
     @property
     def companion_names(self) -> dict[str, str]:
-        """Stored name of each companion -> name of the decoded weight that it is merged into."""
+        """Stored name of each companion -> name of the weight that it is decoded into."""
         return {entry.name: tensor.name for tensor in self.tensors.values() for entry in tensor.companions.values()}
 
 

@@ -205,8 +205,8 @@ def _source_line(report: ConversionReport) -> str:
         parts[0] += f" as {counted(stored, 'tensor')}"
     if ledger["tied"]:
         parts.append(f"{ledger['tied']:,} tied to {'a written one' if ledger['tied'] == 1 else 'written ones'}")
-    if ledger["merged"]:
-        parts.append(f"{ledger['merged']:,} merged into dequantized weights")
+    if ledger["decoded"]:
+        parts.append(f"{ledger['decoded']:,} decoded into dequantized weights")
     if ledger["dropped"]:
         parts.append(f"{ledger['dropped']:,} dropped")
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"

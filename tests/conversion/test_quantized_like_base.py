@@ -165,7 +165,7 @@ def test_a_source_with_other_names_is_refused(tmp_path: Path) -> None:
 def test_a_source_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
     model = make_model(BLOCKS)
     base = model.write(tmp_path / "base")
-    scale = next(iter(model.merged))
+    scale = next(iter(model.decoded))
     source = write_dcp(tmp_path / "step", {**model.truth(), scale: value("F32", 2, 2)})
     with pytest.raises(UnsupportedError) as caught:
         quantize(source, base, tmp_path / "out", allow_config_mismatch=True)
@@ -190,8 +190,8 @@ def test_a_dry_run_counts_the_bytes_that_decoding_reads(tmp_path: Path, label: s
     assert planned.output_bytes == written.output_bytes
     reason = "scale of activations or of the KV cache, which weights in floating point do not have"
     assert {row["name"]: row["reason"] for row in written.dropped} == dict.fromkeys(model.activation_scales, reason)
-    assert written.dequantized["merged"] == model.merged
-    assert written.ledger["merged"] == len(model.merged) and written.ledger["dropped"] == len(model.activation_scales)
+    assert written.dequantized["decoded"] == model.decoded
+    assert written.ledger["decoded"] == len(model.decoded) and written.ledger["dropped"] == len(model.activation_scales)
     codes = next(iter(next(iter(model.weights.values())).parts.values()))[0]
     assert written.dtypes["before"] == {"BF16": len(model.plain), codes: len(model.weights)}
     kind = {"auto": "BF16", "bf16": "BF16", "fp32": "F32", "fp16": "F16"}[dtype]

@@ -481,7 +481,7 @@ def test_a_tensor_that_ends_nowhere_is_a_defect() -> None:
     assert build_ledger(["a", "b", "c"], plan, **ends).counts_by_outcome == {
         "written": 1,
         "tied": 1,
-        "merged": 0,
+        "decoded": 0,
         "dropped": 1,
     }
     assert build_ledger(["a"], plan, **{**ends, "shared": {"a"}, "dropped": {"a"}}).counts_by_outcome["written"] == 1

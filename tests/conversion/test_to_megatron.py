@@ -452,7 +452,7 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
         ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out")
     assert caught.value.exit_code == 4 and "pass --dequantize" in str(caught.value)
     report = ckptx.convert("to-megatron", tmp_path / "hf", tmp_path / "out", dequantize=True)
-    assert report.exit == 0 and report.ledger["merged"] == 1
+    assert report.exit == 0 and report.ledger["decoded"] == 1
 
 
 def test_an_output_of_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_decoded_weights_are_those_of_compressed_tensors(case: str, shape: tuple
     decoded = load_file(tmp_path / "out" / "model.safetensors")
     assert decoded.keys() == {"layer.weight", "layer.bias"}
     assert torch.equal(decoded["layer.weight"].view(torch.int16), expected.contiguous().view(torch.int16))
-    assert report.ledger["merged"] == len(tensors) - 1
+    assert report.ledger["decoded"] == len(tensors) - 1
 
 
 def _plain(value: Any) -> Any:

@@ -80,18 +80,20 @@ def test_every_tensor_is_decoded(tmp_path: Path, label: str, command: str, dtype
         options["allow_config_mismatch"] = True
     report = COMMANDS[command](source, tmp_path / "out", dequantize=True, **options)
     assert_equal(read_checkpoint(tmp_path / "out"), expected_tensors(model, dtype))
-    assert report.dequantized["merged"] == model.merged
+    assert report.dequantized["decoded"] == model.decoded
     assert {row["name"] for row in report.dropped} == model.activation_scales
     assert report.ledger["source"] == len(model.tensors)
     assert report.ledger["written"] == len(model.plain) + len(model.weights)
-    assert report.ledger["merged"] == len(model.merged)
+    assert report.ledger["decoded"] == len(model.decoded)
     assert report.ledger["dropped"] == len(model.activation_scales)
     assert sum(row["tensors"] for row in report.dequantized["schemes"]) == len(model.weights)
     assert sum(row["parameters"] for row in report.dequantized["schemes"]) == sum(
         each.truth.size for each in model.weights.values()
     )
     assert report.dtypes["before"] == Counter(
-        tensor[0] for name, tensor in model.tensors.items() if name not in model.merged.keys() | model.activation_scales
+        tensor[0]
+        for name, tensor in model.tensors.items()
+        if name not in model.decoded.keys() | model.activation_scales
     )
     assert report.dtypes["after"] == Counter(tensor[0] for tensor in expected_tensors(model, dtype).values())
     assert names_in(tmp_path / "out") != []
@@ -159,7 +161,7 @@ def test_a_quantized_dcp(tmp_path: Path, command: str, label: str) -> None:
     assert_equal(read_checkpoint(tmp_path / "dcp"), model.tensors)
     report = COMMANDS[command](tmp_path / "dcp", tmp_path / "out", dequantize=True)
     assert_equal(read_checkpoint(tmp_path / "out"), model.truth())
-    assert report.dequantized["merged"] == model.merged
+    assert report.dequantized["decoded"] == model.decoded
 
 
 SHARDED = ["llama, fp8 blocks", "llama, nvfp4", "llama, fp8 rows", "gpt_oss, mxfp4", "llama, fp8 tensor"]
@@ -299,7 +301,7 @@ def test_memory_of_transposed_weights(tmp_path: Path, workers: int) -> None:
 def test_a_corrupt_dcp(tmp_path: Path, part: str) -> None:
     model = make_model("llama, fp8 blocks")
     ckptx.convert("to-dcp", model.write(tmp_path / "in" / "source"), tmp_path / "in" / "dcp", files=1)
-    name = next(name for name in (model.weights if part == "codes" else model.merged))
+    name = next(name for name in (model.weights if part == "codes" else model.decoded))
     (file,) = (tmp_path / "in" / "dcp").glob("*.distcp")
     data, stored = file.read_bytes(), model.tensors[name][2]
     at = data.index(stored) + len(stored) // 2
@@ -355,7 +357,7 @@ def test_a_resumed_run_that_makes_something_else_starts_afresh(tmp_path: Path, c
 def test_a_source_that_changes_is_refused(tmp_path: Path, how: str, part: str) -> None:
     """Codes and scales are in different files; either may change while it is read."""
     model = make_model("llama, fp8 blocks")
-    scales = {name: each for name, each in model.tensors.items() if name in model.merged}
+    scales = {name: each for name, each in model.tensors.items() if name in model.decoded}
     codes = {name: each for name, each in model.tensors.items() if name not in scales}
     # Two shards: all codes, then all scales.
     names = list(codes) + list(scales)
@@ -407,7 +409,7 @@ def test_inspect_counts_parameters_and_schemes(tmp_path: Path, label: str) -> No
     assert entry["not_quantized"] == {"tensors": len(model.plain), "bytes": nbytes(model.plain)}
     assert entry["activation_scales"] == len(model.activation_scales)
     assert sum(row["tensors"] for row in entry["schemes"]) == len(model.weights)
-    parts = {**model.merged, **dict.fromkeys(next(iter(each.parts)) for each in model.weights.values())}
+    parts = {**model.decoded, **dict.fromkeys(next(iter(each.parts)) for each in model.weights.values())}
     assert sum(row["bytes"] for row in entry["schemes"]) == nbytes({name: model.tensors[name] for name in parts})
     assert sum(row["parameters"] for row in entry["schemes"]) == sum(each.truth.size for each in model.weights.values())
     expected = len({tuple(sorted(row)) for row in [[row["scheme"]] for row in entry["schemes"]]})
@@ -447,7 +449,7 @@ def test_verify_finds_one_wrong_scale(tmp_path: Path, label: str) -> None:
     assert report.compared == report.total == len(model.truth())
     stored = {name: each for name, each in model.tensors.items() if name not in model.activation_scales}
     assert report.bytes_read == nbytes(stored) + nbytes(model.truth()) + reread_bytes(model)
-    part, weight = next(iter(model.merged.items()))
+    part, weight = next(iter(model.decoded.items()))
     dtype, shape, data = model.tensors[part]
     wrong = dict(model.tensors) | {part: (dtype, shape, bytes([data[0] ^ 1]) + data[1:])}
     if dtype == "F32":

@@ -30,7 +30,7 @@ def converted(**fields: Any) -> ConversionReport:
         "command": "convert hf2dcp", "tensors": 1, "bytes_written": 2 << 20, "output_bytes": 2 << 20,
         "parameters": 1, "architecture": None,
         "dtypes": {"before": {"F32": 1}, "after": {"BF16": 1}},
-        "ledger": {"source": 1, "written": 1, "tied": 0, "merged": 0, "dropped": 0, "target": target},
+        "ledger": {"source": 1, "written": 1, "tied": 0, "decoded": 0, "dropped": 0, "target": target},
     }  # fmt: skip
     return ConversionReport(**{**made, **fields})
 

@@ -84,7 +84,7 @@ def agree(src: Path, dst: Path, report: ConversionReport, parameters: int) -> No
     ledger = report.ledger
     target = ledger["target"]
     assert ledger["source"] == before.tensors
-    assert ledger["source"] == ledger["written"] + ledger["tied"] + ledger["merged"] + ledger["dropped"]
+    assert ledger["source"] == ledger["written"] + ledger["tied"] + ledger["decoded"] + ledger["dropped"]
     assert ledger["dropped"] == len(report.dropped)
     assert report.tensors == target["tensors"] == after.tensors
     assert target["tensors"] == target["stored"] + target["copies"] + target["aliases"]
@@ -138,7 +138,7 @@ def test_training_state_is_no_parameter(tmp_path: Path, ties: str, step: str, op
     kept = step.startswith("dcp") and optimizer is None
     assert before.tensors == ledger["source"] == len(made.tensors) + len(moments) + 1
     assert ledger["dropped"] == len(report.dropped) == (0 if kept else len(moments) + 1)
-    assert ledger["source"] == ledger["written"] + ledger["tied"] + ledger["merged"] + ledger["dropped"]
+    assert ledger["source"] == ledger["written"] + ledger["tied"] + ledger["decoded"] + ledger["dropped"]
     assert report.tensors == after.tensors == ledger["target"]["tensors"]
     verified = ckptx.verify(src, tmp_path / "dst")
     for each in (before, report, after, verified):

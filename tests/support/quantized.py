@@ -95,7 +95,7 @@ class QuantizedWeight:
 
     Attributes:
         name: Name of the decoded weight.
-        parts: Stored tensors by name: the codes first, then what is merged into the weight.
+        parts: Stored tensors by name: the codes first, then what is decoded into the weight.
         truth: Decoded weight, float32.
         scales: Scale of each element of `truth`, float32.
     """

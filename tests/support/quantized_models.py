@@ -195,8 +195,8 @@ class QuantizedModel:
         return {name for name in self.tensors if name.endswith(suffixes)}
 
     @property
-    def merged(self) -> dict[str, str]:
-        """Return the name of each companion -> weight that it is merged into."""
+    def decoded(self) -> dict[str, str]:
+        """Return the name of each companion -> weight that it is decoded into."""
         return {
             part: name
             for name, weight in self.weights.items()

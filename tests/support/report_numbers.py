@@ -236,7 +236,7 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
     parts = Counter[str]()
     for part in line[2].split(", "):
         match = re.fullmatch(
-            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|merged into dequantized weights|dropped)"
+            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|decoded into dequantized weights|dropped)"
             rf"(?: as ({NUMBER}) tensors?)?",
             part,
         )
@@ -245,7 +245,7 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
         if match[2] == "written":
             target = ledger["target"]  # tensors that are written unchanged may include copies
             assert parse_count(match[3] or match[1]) in (target["stored"], *([] if match[3] else [target["tensors"]]))
-    expected = {outcome: ledger[outcome] for outcome in ("written", "tied", "merged", "dropped")}
+    expected = {outcome: ledger[outcome] for outcome in ("written", "tied", "decoded", "dropped")}
     assert parts == Counter(expected)
     assert parse_count(line[1]) == ledger["source"] == sum(parts.values()) == len(before.dtypes)
     assert len(document["dropped"]) == ledger["dropped"]

@@ -48,8 +48,8 @@ class DequantizedSource:
         return [{"name": name, "reason": _DROP_REASON} for name in self.checkpoint.decoded.quantized.activation_scales]
 
     @property
-    def merged(self) -> Mapping[str, str]:
-        """Stored name of each scale or other part -> name of the decoded weight that it is merged into."""
+    def decoded(self) -> Mapping[str, str]:
+        """Stored name of each scale or other part -> name of the weight that it is decoded into."""
         return {} if self.checkpoint is None else self.checkpoint.decoded.quantized.companion_names
 
     def stored_names(self, names: Iterable[str]) -> set[str]:
@@ -82,7 +82,7 @@ class DequantizedSource:
         from ckptx.quantization.tensors import describe_schemes
 
         decoded = self.checkpoint.decoded
-        return {"schemes": describe_schemes(decoded.quantized.tensors.values()), "merged": dict(self.merged)}
+        return {"schemes": describe_schemes(decoded.quantized.tensors.values()), "decoded": dict(self.decoded)}
 
 
 def dequantize_source(base: BaseCheckpoint, files: SourceFiles, options: ConversionOptions) -> DequantizedSource:

@@ -1,4 +1,4 @@
-"""Ledger of a conversion: every source tensor is written, tied to a written one, merged into one, or dropped."""
+"""Ledger of a conversion: every source tensor is written, tied to a written one, decoded into one, or dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ledger:
 
     Attributes:
         counts_by_outcome: Number of source names that were "written", are "tied" to a written name, were
-            "merged" into a decoded weight, or were "dropped".
+            "decoded" into a weight, or were "dropped".
         source_count: Number of source names.
         target_count: Number of output names.
         distinct_count: Number of different tensors among them.
@@ -54,7 +54,7 @@ def build_ledger(
     *,
     written: Collection[str],
     shared: Collection[str],
-    merged: Collection[str] = (),
+    decoded: Collection[str] = (),
     dropped: Collection[str],
     aliases: Mapping[str, str],
     representatives: Mapping[str, str],
@@ -67,20 +67,20 @@ def build_ledger(
         plan: Copy plan.
         written: Stored names of the tensors that the target is made of.
         shared: Stored names of tied tensors; those in `written` count as written.
-        merged: Stored names of scales and other parts of quantized weights that are decoded.
+        decoded: Stored names of scales and other parts of quantized weights that are decoded.
         dropped: Stored names of dropped tensors.
         aliases: Output name -> output name that it shares bytes with.
         representatives: Stored name -> representative name, equal for all names of one tensor.
         stored_dtype: Function that returns the dtype in the source files for a source entry of the plan.
 
     Raises:
-        InternalError: A tensor is neither written nor shared nor merged nor dropped.
+        InternalError: A tensor is neither written nor shared nor decoded nor dropped.
     """
     stored_names, remaining, counts_by_outcome = set(source_names), set(source_names), {}
     for outcome, names in (
         ("written", written),
         ("tied", shared),
-        ("merged", merged),
+        ("decoded", decoded),
         ("dropped", dropped),
     ):
         counts_by_outcome[outcome] = len(remaining.intersection(names))

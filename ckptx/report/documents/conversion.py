@@ -18,9 +18,10 @@ class ConversionReport(Report):
         format: Format of the output: `huggingface`, `dcp` or `sharded`.
         output_bytes: Bytes of all files of the output, including those of an earlier, interrupted run.
         architecture: `class` and `known_from` (source of the model metadata); null if the class is unknown.
-        ledger: Counts of tensors: all of the source (`source`), and of these by outcome: `written`, `tied`, `merged`,
-            `dropped`. `target` has the number of target tensors (`tensors`), and by storage: `stored`, `copies` (stored
-            again under another name), `aliases` (names for the bytes of another tensor).
+        ledger: Counts of tensors: all of the source (`source`), and of these by outcome: `written`, `tied`, `decoded`
+            (parts of quantized weights), `dropped`. `target` has the number of target tensors (`tensors`), and by
+            storage: `stored`, `copies` (stored again under another name), `aliases` (names for the bytes of another
+            tensor).
         config_check: Comparison of names and shapes with the config: `checked` (what was compared), `unchecked`
             (number of tensors whose expected shape is unknown), `note` (null if everything was checked), `mismatches`,
             `is_truncated` (true if `mismatches` is not the complete list), `extra_tensors` (tensors that the class does
@@ -39,7 +40,7 @@ class ConversionReport(Report):
         unknown_tensors: Names of all model tensors that the class does not define, allowed or not, except parts of
             quantized weights.
         dequantized: With `--dequantize`, `schemes` (for each: `scheme`, `tensors`, `parameters`, and `bytes` on disk)
-            and `merged` (name of each scale or other part, and the dequantized weight that it is merged into).
+            and `decoded` (name of each scale or other part, and the dequantized weight that it is decoded into).
         quantized: With `--quantize base`, `schemes` as in `dequantized`; `unchanged`, the number of weights that are
             equal to the dequantized base, whose bytes were copied; and `encoded`, the names of the weights that were
             quantized again. Weights that an earlier, interrupted run or another process wrote are in `schemes` only.
@@ -48,7 +49,7 @@ class ConversionReport(Report):
             (last components of their names), `layers` (number), `replaced` (names of the tensors of the model that it
             replaces), `has_config` (false if it is in a training checkpoint, which does not record alpha),
             `base` (model that it was trained on; null if not recorded) and `bytes` of its tensors.
-        merged_weights: For `merge`, number of tensors to which layers of adapters were added.
+        merged_weights: For `merge`, number of tensors to which modules of adapters were added.
         dtype_unchanged: Names of floating-point tensors that kept a dtype other than that of `--dtype`, or that
             `--dtype base` did not cast (see `base_dtypes`).
         base_dtypes: Result of `--dtype base`: number of tensors that are `matching` the dtype of the base, and names of
