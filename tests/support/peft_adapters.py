@@ -23,11 +23,13 @@ class Variant:
         settings: Arguments of `LoraConfig`, in addition to rank and targets.
         targets: Kinds of modules in addition to linear layers: "embedding" and "head".
         saved: Kinds of modules that are trained whole: "head".
+        has_bias: True if the linear layers must have biases.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
+    has_bias: bool = False
 
 
 VARIANTS = {
@@ -40,6 +42,7 @@ VARIANTS = {
     "embedding": Variant(targets=("embedding",)),
     "dora-embedding": Variant({"use_dora": True}, targets=("embedding",)),
     "head": Variant(targets=("head",)),
+    "lora-bias": Variant({"lora_bias": True}, has_bias=True),
 }
 
 
@@ -70,12 +73,19 @@ class Trained:
     unchanged_ties: frozenset[str]
 
 
-def linear_modules(model: Any) -> list[str]:
-    """Return the last components of the names of the linear and Conv1D layers, without the output head."""
+def linear_modules(model: Any, *, has_bias: bool = False) -> list[str]:
+    """Return the last components of the names of the linear and Conv1D layers, without the output head.
+
+    Args:
+        model: The model.
+        has_bias: True for those names whose layers all have biases.
+    """
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
-    return sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, kinds) and each is not head}
+    without_bias = {name.rpartition(".")[2] for name, each in layers.items() if has_bias and each.bias is None}
+    names = {name.rpartition(".")[2] for name in layers} - without_bias
+    return sorted(name for name in names if not name.isdigit())
 
 
 def module_name(model: Any, kind: str) -> str:
@@ -90,7 +100,10 @@ def train(recipe: Recipe, variant: Variant, inputs: Inputs, root: Path) -> Train
     write(recipe, root / "model")
     model = load(root / "model")
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    targets = [*linear_modules(model), *(module_name(model, each) for each in variant.targets)]
+    targets = [
+        *linear_modules(model, has_bias=variant.has_bias),
+        *(module_name(model, each) for each in variant.targets),
+    ]
     saved = [module_name(model, each) for each in variant.saved]
     ties = (model.get_input_embeddings(), model.get_output_embeddings())
     embedding_names = [f"{name}.weight" for name, module in model.named_modules() if module in ties]
