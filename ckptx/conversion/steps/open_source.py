@@ -76,7 +76,7 @@ def open_source(src: str | Path, dst: str | Path, options: ConversionOptions) ->
             )
         if not options.allow_config_mismatch:
             _refuse_incomplete_set(source)
-        if source.format == "dcp":
+        if source.traits.has_archives:
             from ckptx.formats.dcp.veomni import refuse_reordered_experts  # not needed for other formats
 
             refuse_reordered_experts(source)
