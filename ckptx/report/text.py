@@ -206,7 +206,7 @@ def _source_line(report: ConversionReport) -> str:
     if ledger["tied"]:
         parts.append(f"{ledger['tied']:,} tied to {'a written one' if ledger['tied'] == 1 else 'written ones'}")
     if ledger["decoded"]:
-        parts.append(f"{ledger['decoded']:,} decoded into dequantized weights")
+        parts.append(f"{ledger['decoded']:,} used to dequantize weights")
     if ledger["dropped"]:
         parts.append(f"{ledger['dropped']:,} dropped")
     return f"source tensors: {ledger['source']:,} ({', '.join(parts)})"

@@ -236,7 +236,7 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
     parts = Counter[str]()
     for part in line[2].split(", "):
         match = re.fullmatch(
-            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|decoded into dequantized weights|dropped)"
+            rf"({NUMBER}) (written|tied to (?:a written one|written ones)|used to dequantize weights|dropped)"
             rf"(?: as ({NUMBER}) tensors?)?",
             part,
         )
