@@ -241,7 +241,8 @@ def _check_source(lines: Lines, document: Mapping[str, Any], before: DirectoryCo
             part,
         )
         assert match, part
-        parts[match[2].partition(" ")[0]] += parse_count(match[1])
+        outcome = match[2].partition(" ")[0]
+        parts["decoded" if outcome == "used" else outcome] += parse_count(match[1])
         if match[2] == "written":
             target = ledger["target"]  # tensors that are written unchanged may include copies
             assert parse_count(match[3] or match[1]) in (target["stored"], *([] if match[3] else [target["tensors"]]))
