@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -132,6 +133,25 @@ def test_stock_torch_opens_only_the_file_of_the_rank(
     without = pool.run(reshard_ranks.load_experts, 4, tmp_path / "dense", whole, names, ep, dim)
     assert [wrong for wrong, _ in without] == [[]] * 4
     assert any(len(opened) > 2 for _, opened in without)
+
+
+def test_a_wrong_expert_on_one_rank_is_named(checkpoints: Any, tmp_path: Path) -> None:
+    hf = checkpoints("qwen3-moe")
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(hf / "config.json", other)
+    wrong = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors = read_hf(hf)
+    tensors[wrong] = tensors[wrong].flip(0).contiguous()
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for source, cut in ((hf, tmp_path / "cut"), (other, tmp_path / "wrong")):
+        ckptx.reshard(source, cut, to="dcp", **MESH, ep=2)
+    changed = [file.name for file in (tmp_path / "cut").glob("*.distcp")
+               if file.read_bytes() != (tmp_path / "wrong" / file.name).read_bytes()]  # fmt: skip
+    assert changed == ["__3_0.distcp"]  # EP rank 1, its second expert
+    shutil.copy(tmp_path / "wrong" / changed[0], tmp_path / "cut")
+    report = ckptx.verify(hf, tmp_path / "cut")
+    assert report.exit == 1 and [row["name"] for row in report.differing] == [wrong]
 
 
 def test_optimizer_state_lies_with_its_experts(checkpoints: Any, tmp_path: Path) -> None:
