@@ -25,6 +25,7 @@ _JUDGES = {
     "judges/test_megatron_core.py": "megatron",
     "judges/test_megatron_families.py": "megatron",
     "judges/test_torch_checkpointing_writer.py": "torch_checkpointing",
+    "judges/test_torchtitan_experts.py": "torchtitan",
 }
 collect_ignore = [file for file, package in _JUDGES.items() if find_spec(package) is None]
 
