@@ -9,7 +9,7 @@ not shard experts. Ranks with the same EP rank divide its experts: by expert, or
     inner sharding "rows"                 0:4, rows     4:8, rows     0:4, rows     4:8, rows
                                           of half 0     of half 0     of half 1     of half 1
 
-torchtitan shards by expert, VeOmni by rows, and NeMo Automodel by the dim that is the columns of a weight in Hugging
+torchtitan shards by expert, VeOmni by rows, and NeMo AutoModel by the dim that is the columns of a weight in Hugging
 Face checkpoints.
 """
 
@@ -24,6 +24,7 @@ from ckptx.catalog.entry import Block
 from ckptx.catalog.region import Region, Shape, full_region
 from ckptx.errors import UsageError
 from ckptx.layout.parallel_dims import ParallelDims
+from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
 
 InnerSharding = Literal["experts", "rows", "columns"]
@@ -146,7 +147,8 @@ def check_expert_count(name: str, count: int, ep: int, option: str) -> None:
         UsageError: It does not.
     """
     if count % ep:
-        sizes = [str(size) for size in range(1, count + 1) if count % size == 0]
+        # A damaged checkpoint may claim any number of experts.
+        sizes = [str(size) for size in range(1, min(count, MAX_RANKS) + 1) if count % size == 0]
         raise UsageError(
             f'{option}: must divide the number of experts, but "{name}" belongs to a layer with {count}; use one of '
             f"{', '.join(sizes)}"

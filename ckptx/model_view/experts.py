@@ -121,9 +121,10 @@ def _count_experts(
             )
     for module, found in indices.items():
         count = counts.setdefault(module, max(found) + 1)
-        missing = min(set(range(max(count, max(found) + 1))) - found, default=None)
-        if missing is not None or max(found) >= count:
-            lacking = f"no expert {missing}" if missing is not None else f"an expert {max(found)}"
+        if len(found) != count or max(found) >= count:
+            # Not more steps than experts were found, whatever the largest index is.
+            missing = next(expert for expert in range(len(found) + 1) if expert not in found)
+            lacking = f"no expert {missing}" if missing < count else f"an expert {max(found)}"
             raise UnsupportedError(
                 f'{option}: "{module}" has {counted(count, "expert")}, but {lacking}; expert parallelism requires all '
                 f"of them; leave out {_flag(option)}"

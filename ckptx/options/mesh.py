@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptx.errors import UsageError
-from ckptx.layout.stages import SPLIT_RULES
+from ckptx.layout.stages import SPLIT_RULES, ScheduleStyle
 from ckptx.options.option import LAYOUT, Option, Options, Requirement
 from ckptx.untrusted.limits import MAX_RANKS
 from ckptx.wording import counted
@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # not imported for a help page
     from ckptx.layout.stages import StageAssignment
 
 InnerSharding = Literal["experts", "rows", "columns"]  # as in layout/expert_parallel.py, not imported for a help page
-ScheduleStyle = Literal["loop", "v"]  # as in layout/stages.py
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
 
 PP_SPLIT = Option(
@@ -128,7 +127,7 @@ class ExpertParallelOptions(MeshOptions):
         InnerSharding,
         Option(
             "Sharding among the ranks with the same EP rank: experts (whole experts, as torchtitan), rows (dim 1 of a "
-            "tensor of all experts, as VeOmni) or columns (dim 2, as NeMo Automodel).",
+            "tensor of all experts, as VeOmni) or columns (dim 2, as NeMo AutoModel).",
             LAYOUT,
             requires=[Requirement("ep", 2)],
         ),

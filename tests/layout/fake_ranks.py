@@ -72,7 +72,7 @@ class Experts(NamedTuple):
 
 
 def experts_by_rank(case: Experts) -> list[Elements]:
-    """What each rank of a stage holds after EP with `Shard(0)` and `fully_shard` on one dim of its experts."""
+    """Return the elements that each rank of a stage holds after EP with `Shard(0)` and `fully_shard` on one dim."""
     shape, tp, dp_shard, ep, dim = case
     held = []
     for rank in range(tp * dp_shard):

@@ -101,6 +101,9 @@ def test_a_stored_name_without_experts_is_not_that_of_one_expert() -> None:
         ({**FUSED, "l.0.mlp.experts.other": (3, 6)}, "different sizes along dim 0, 4 and 3"),
         ({name: shape for name, shape in SINGLE.items() if ".1." not in name}, "has 4 experts, but no expert 1"),
         ({**FUSED, "l.0.mlp.experts.7.up.weight": (8, 6)}, "has 4 experts, but no expert 0"),
+        ({**FUSED, "l.0.mlp.experts.999999999.up.weight": (8, 6)}, "has 4 experts, but no expert 0"),
+        ({"l.0.mlp.experts.999999998.up.weight": (8, 6)}, "but no expert 0"),
+        ({**FUSED, **SINGLE, "l.0.mlp.experts.4.up.weight": (8, 6)}, "has 4 experts, but an expert 4"),
     ],
 )
 def test_unknown_forms_are_refused(shapes: Mapping[str, Shape], said: str) -> None:
@@ -111,6 +114,11 @@ def test_unknown_forms_are_refused(shapes: Mapping[str, Shape], said: str) -> No
 @pytest.mark.parametrize("name", ["l.0.conv1d.weight", "l.0.mixer.conv.weight"])
 def test_a_convolution_is_no_tensor_of_experts(name: str) -> None:
     assert placed({**FUSED, name: (4, 8, 6)}).keys() == FUSED.keys()
+
+
+def test_a_claimed_number_of_experts_takes_no_time() -> None:
+    with pytest.raises(UsageError, match=r"belongs to a layer with 1099511627777; use one of 1, 257$"):
+        placed({"l.0.mlp.experts.up": ((1 << 40) + 1, 0)})
 
 
 def test_a_model_without_experts_is_refused() -> None:

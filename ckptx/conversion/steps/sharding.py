@@ -148,8 +148,8 @@ def _make_sharder(
         naming.rules,
         own_files_only,
         user_plan,
-        options.ep_inner,
-        assignment if assignment.stages_per_rank > 1 else None,
+        ep_inner=options.ep_inner,
+        assignment=assignment if assignment.stages_per_rank > 1 else None,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptx.adapters.state_dicts import is_lora_name
 from ckptx.errors import UnsupportedError
 from ckptx.runtime.model.layers import canonical_name
 from ckptx.runtime.parallel.shards import find_local_shards
@@ -24,7 +25,6 @@ from ckptx.runtime.torch_private import local_tensor
 from ckptx.runtime.training.recipe import AdapterBlock
 
 _ADAPTER_NAME = "default"  # of PEFT, for an adapter that was given no name
-_FACTORS = ("lora_A", "lora_B")
 
 
 def attach_adapter(model: nn.Module, block: AdapterBlock) -> frozenset[str]:
@@ -70,11 +70,6 @@ def attach_adapter(model: nn.Module, block: AdapterBlock) -> frozenset[str]:
     return frozen
 
 
-def is_adapter_name(name: str) -> bool:
-    """Return True if a parameter name is that of a factor of an adapter."""
-    return any(component in _FACTORS for component in name.split("."))
-
-
 def initialize_adapter(named_parameters: Iterable[tuple[str, Tensor]], seed: int) -> None:
     """Set the factors of an adapter as PEFT does: A uniform in +-1 / sqrt(in), B zero.
 
@@ -85,10 +80,10 @@ def initialize_adapter(named_parameters: Iterable[tuple[str, Tensor]], seed: int
         seed: Seed of the run.
     """
     for name, parameter in named_parameters:
-        if not is_adapter_name(name):
+        if not is_lora_name(name):
             continue
         whole = torch.zeros(tuple(parameter.shape))
-        if _FACTORS[0] in name.split("."):
+        if ".lora_A." in name:
             digest = blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
             bound = parameter.shape[1] ** -0.5
             whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ckptx.adapters.state_dicts import is_lora_name
 from ckptx.architecture.lookup import find_architecture
 from ckptx.architecture.run_support import check_run_support
 from ckptx.formats.hf.reader import read_json
@@ -27,7 +28,7 @@ from ckptx.runtime.parallel.release import free_storage
 from ckptx.runtime.parallel.tensor_parallel.apply import TensorParallelLayout
 from ckptx.runtime.parallel.tensor_parallel.plans import find_plan
 from ckptx.runtime.parity.inputs.batch import make_inputs
-from ckptx.runtime.training.adapter import attach_adapter, is_adapter_name
+from ckptx.runtime.training.adapter import attach_adapter
 from ckptx.runtime.training.dropout_config import set_dropout
 from ckptx.runtime.training.freeze import freeze
 from ckptx.runtime.training.recipe import LayoutBlock, Recipe
@@ -93,7 +94,7 @@ class RankModel:
                 model,
                 path,
                 regions=layout.local_regions if layout is not None else None,
-                skip=None if has_adapter else is_adapter_name,
+                skip=None if has_adapter else is_lora_name,
             )
 
     def release(self) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ckptx.adapters.state_dicts import is_lora_name
 from ckptx.errors import UnsupportedError, UsageError
-from ckptx.runtime.training.adapter import attach_adapter, initialize_adapter, is_adapter_name
+from ckptx.runtime.training.adapter import attach_adapter, initialize_adapter
 from ckptx.runtime.training.recipe import AdapterBlock, Recipe
 from ckptx.runtime.training.recipe_file import read_recipe
 from ckptx.runtime.training.source import prepare_source
@@ -50,7 +51,7 @@ def test_outputs_are_those_of_peft(model: str) -> None:
         for name, each in theirs.state_dict().items()
     }
     assert ours.load_state_dict(values, strict=False).unexpected_keys == []
-    assert sum(map(is_adapter_name, values)) == 8
+    assert sum(map(is_lora_name, values)) == 8
     inputs = RECIPES[model].inputs()
     unchanged = outputs(build(RECIPES[model]), inputs)
     for a, b, c in zip(outputs(ours, inputs), outputs(theirs.base_model.model, inputs), unchanged, strict=True):
@@ -63,7 +64,7 @@ def test_only_the_factors_are_trained() -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert attach_adapter(model, BLOCK) == names
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    assert trained == {name for name, _ in model.named_parameters() if is_adapter_name(name)} and len(trained) == 8
+    assert trained == {name for name, _ in model.named_parameters() if is_lora_name(name)} and len(trained) == 8
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained} == {"q_proj", "down_proj"}
 
 
@@ -73,7 +74,7 @@ def test_the_first_values_depend_on_seed_and_name_alone() -> None:
         model = build(RECIPES["llama-untied"])
         attach_adapter(model, BLOCK)
         initialize_adapter(list(model.named_parameters())[::order], seed)
-        found.append({name: each.detach() for name, each in model.named_parameters() if is_adapter_name(name)})
+        found.append({name: each.detach() for name, each in model.named_parameters() if is_lora_name(name)})
     first, reordered, reseeded = found
     for name, each in first.items():
         assert torch.equal(each, reordered[name])
@@ -91,7 +92,7 @@ def test_frozen_weights_keep_their_bytes(pool: GlooPool, source: Path, mesh: str
         assert rank.frozen and not rank.changed & rank.frozen and not rank.trained & rank.frozen
     trained = frozenset().union(*(rank.trained for rank in ranks))
     assert trained == frozenset().union(*(rank.changed for rank in ranks))
-    assert len(trained) == 24 and all(map(is_adapter_name, trained))
+    assert len(trained) == 24 and all(map(is_lora_name, trained))
 
 
 @pytest.mark.parametrize(
